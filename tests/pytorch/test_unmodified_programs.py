@@ -49,9 +49,10 @@ def train(rate, failing=None):
     import horovod.torch as hvd
     import torch
     from unmodified_program import train
-    trained = train()
+    hvd.init()
     if hvd.rank() == failing:
         raise ValueError(f"rate {{rate}}")
+    trained = train()  # if a rank has failed: RemoteRankError
     return hvd.rank(), rate, trained, hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
 
 if __name__ == "__main__":

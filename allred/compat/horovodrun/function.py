@@ -95,7 +95,7 @@ def run(
         Path(directory, "call").write_bytes(pickle.dumps((sys.path, [bytes(part) for part in call])))
         program = [executable or sys.executable, "-m", "allred.compat.horovodrun.function_rank", directory]
         code = _run_command([*words, *program])
-        return _results(read(directory), code)
+        return results(read(directory), code)
 
 
 def _shared_directory(hosts: str | None, hostfile: str | None) -> str | None:
@@ -118,7 +118,7 @@ def _run_command(words: list[str]) -> int:
             raise
 
 
-def _results(outcomes: list[RankOutcome], code: int) -> list[Any]:
+def results(outcomes: list[RankOutcome], code: int) -> list[Any]:
     """Return the results by rank. code: the exit code of horovodrun. Raises the error of the first rank that failed."""
     failed = [outcome for outcome in outcomes if outcome.error is not None]
     if failed:
