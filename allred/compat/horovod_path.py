@@ -5,7 +5,6 @@ program asked for it; allred.compat.horovod says how.
 """
 
 import importlib.metadata
-import importlib.util
 import os
 import sys
 from collections.abc import Mapping
@@ -14,17 +13,18 @@ from pathlib import Path
 
 DIRECTORY = str(Path(__file__).with_name("horovod") / "packages")
 VERSION = "0.28.1"  # of Horovod, whose names the packages have
+_ENDING = os.path.join("", "allred", "compat", "horovod", "packages")  # of DIRECTORY, also of another installed allred
 
 
 def find_installed() -> str:
     """Return the version and the directory of an installed Horovod; "" if there is none."""
-    spec = PathFinder.find_spec("horovod", [path for path in sys.path if path != DIRECTORY])
-    is_package = spec is not None and spec.origin is not None  # not a directory with this name and without __init__.py
+    spec = PathFinder.find_spec("horovod", [path for path in sys.path if not path.endswith(_ENDING)])
+    # A directory without __init__.py has no origin: it is not Horovod.
+    where = f" ({os.path.dirname(spec.origin)})" if spec is not None and spec.origin is not None else ""
     try:
-        found = f"Horovod {importlib.metadata.version('horovod')}"
+        return f"Horovod {importlib.metadata.version('horovod')}{where}"
     except importlib.metadata.PackageNotFoundError:
-        found = "a package horovod" if is_package else ""
-    return f"{found} ({os.path.dirname(str(spec.origin))})" if found and is_package and spec else found
+        return f"a package horovod{where}" if where else ""
 
 
 def check() -> None:
@@ -50,7 +50,7 @@ def python_path(environ: Mapping[str, str]) -> str:
     >>> python_path({"PYTHONPATH": "/home/me/lib"}).split(":")[0]
     '/home/me/lib'
     """
-    paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", DIRECTORY)]
+    paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path and not path.endswith(_ENDING)]
     return os.pathsep.join([*paths, DIRECTORY])
 
 

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import shutil
 import subprocess
 import sys
 
@@ -65,6 +66,14 @@ def test_an_installed_horovod_that_is_found_later_is_an_error(installed):
     code, _, error = python("-c", "import horovod", cwd=installed, first=[horovod_path.DIRECTORY])
     assert code == 1
     assert "ImportError: Horovod 0.27.0" in error
+
+
+def test_the_packages_of_another_allred_are_no_installed_horovod(tmp_path):
+    """horovodrun of one environment starts a Python of another one."""
+    other = tmp_path / "other/allred/compat/horovod/packages"
+    shutil.copytree(horovod_path.DIRECTORY, other)
+    code, output, _ = python("-c", "import horovod; print(horovod.__file__)", cwd=tmp_path, first=[str(other)])
+    assert (code, output) == (0, f"{other}/horovod/__init__.py")
 
 
 def test_a_directory_with_this_name_is_no_horovod(tmp_path, monkeypatch):
