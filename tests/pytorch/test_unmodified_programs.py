@@ -1,4 +1,4 @@
-"""Programs for Horovod, unmodified: unmodified_program.py with mpirun and with horovodrun, and horovod.run. About 20 s."""
+"""Programs for Horovod: unmodified_program.py with mpirun and with horovodrun, and horovod.run. About 20 s."""
 
 import pathlib
 import sys
