@@ -12,6 +12,8 @@ from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrup
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.util import gpu_available, nccl_built, split_list
 from horovod.torch.compression import Compression
+from horovod.torch.elastic.sampler import ElasticSampler
+from horovod.torch.elastic.state import TorchState
 from horovod.torch.functions import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from horovod.torch.mpi_ops import Average, Sum, allgather_async, allreduce_async_, poll, rank, size, synchronize
 from horovod.torch.optimizer import DistributedOptimizer
@@ -80,6 +82,7 @@ def check_names():
     assert {Compression: hvd.Compression, SyncBatchNorm: hvd.SyncBatchNorm, ProcessSet: hvd.ProcessSet}
     assert hvd.mpi_ops.allreduce_ is hvd.allreduce_
     assert (DistributedOptimizer, global_process_set) == (hvd.DistributedOptimizer, hvd.global_process_set)
+    assert (ElasticSampler, TorchState) == (hvd.elastic.ElasticSampler, hvd.elastic.TorchState)
     assert broadcast_parameters is hvd.broadcast_parameters
     assert broadcast_optimizer_state is hvd.broadcast_optimizer_state
     assert issubclass(HorovodInternalError, RuntimeError)
