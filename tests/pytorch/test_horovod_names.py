@@ -1,4 +1,4 @@
-"""Names, arguments and defaults of allred.torch are those of horovod.torch 0.28; all have docstrings and are in the page
+"""Names, arguments and defaults of allred.torch are those of horovod.torch 0.28; all have docstrings and are in
 docs/from-horovod.md."""
 
 import inspect
