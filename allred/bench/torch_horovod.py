@@ -3,16 +3,19 @@
 mlp       a training step with allred.distributed(torch_optimizer), the baseline, and with DistributedOptimizer of
           allred.torch, and of Horovod if it is installed
 averages  the means of 1000 tensors of 64 bytes: an all_reduce of torch's backend gloo and a division for each, the
-          baseline; allreduce_async_ of allred.torch for each, then synchronize; one grouped_allreduce_ of it; and
-          grouped_allreduce_ of Horovod if it is installed
+          baseline; and with each interface: allreduce_ for each tensor; allreduce_async_ for each, then synchronize;
+          one grouped_allreduce_
 """
 
 import copy
+import dataclasses
 import functools
+import gc
 import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -21,6 +24,7 @@ import allred.torch as allred_torch
 from allred.bench import measure, verify
 
 TENSORS = 1000
+_FIRST_STEPS = 3
 Record = dict[str, Any]
 Calls = dict[str, Callable[[], object]]
 
@@ -35,11 +39,27 @@ def interfaces() -> dict[str, Any]:
     return found
 
 
-def step_calls(modules: dict[str, Any], make: Callable[[], Any], data: tuple[Any, Any]) -> Calls:
-    """Return a training step for each interface, of models with equal parameters."""
+def measure_steps(
+    modules: dict[str, Any], make: Callable[[], Any], data: tuple[Any, Any], seconds: float, comm: Any
+) -> dict[str, measure.CallTimes]:
+    """Time a training step with each interface. Each takes each model once: where the memory of a model lies makes a
+    difference of several percent."""
     torch.manual_seed(0)
     models = [make()]
     models += [copy.deepcopy(models[0]) for _ in modules]
+    found: dict[str, measure.CallTimes] = {}
+    for turn in range(len(models)):
+        calls = _step_calls(modules, [*models[turn:], *models[:turn]], data)
+        for name, times in measure.interleave(calls, comm, seconds / len(models)).items():
+            before = found[name].seconds if name in found else np.empty(0)
+            found[name] = dataclasses.replace(times, seconds=np.concatenate([before, times.seconds]))
+        del calls
+        gc.collect()  # the hooks of the optimizers
+    return found
+
+
+def _step_calls(modules: dict[str, Any], models: list[Any], data: tuple[Any, Any]) -> Calls:
+    """Return a training step for each interface."""
 
     def step(model: Any, optimizer: Any) -> None:
         optimizer.zero_grad()
@@ -52,10 +72,14 @@ def step_calls(modules: dict[str, Any], make: Callable[[], Any], data: tuple[Any
         module.DistributedOptimizer(each) for module, each in zip(modules.values(), optimizers[1:], strict=True)
     ]
     names = ["allred.distributed", *(f"{name} DistributedOptimizer" for name in modules)]
-    return {
+    calls: Calls = {
         name: functools.partial(step, model, optimizer)
         for name, model, optimizer in zip(names, models, wrapped, strict=True)
     }
+    for _ in range(_FIRST_STEPS):
+        for call in calls.values():
+            call()
+    return calls
 
 
 def average_calls(modules: dict[str, Any], tensors: list[Any], gloo: Any) -> Calls:
@@ -67,13 +91,18 @@ def average_calls(modules: dict[str, Any], tensors: list[Any], gloo: Any) -> Cal
             dist.all_reduce(tensor, group=gloo)
             tensor.div_(size)
 
+    def each(module: Any) -> None:
+        for tensor in tensors:
+            module.allreduce_(tensor)
+
     def each_async(module: Any) -> None:
         for handle in [module.allreduce_async_(tensor) for tensor in tensors]:
             module.synchronize(handle)
 
     calls: Calls = {"gloo per tensor": per_tensor}
     for name, module in modules.items():
-        calls[f"{name} per tensor"] = functools.partial(each_async, module)
+        calls[f"{name} per tensor"] = functools.partial(each, module)
+        calls[f"{name} async"] = functools.partial(each_async, module)
         calls[f"{name} grouped"] = functools.partial(module.grouped_allreduce_, tensors)
     return calls
 
@@ -104,9 +133,6 @@ def measure_all(
     """Yield the labels of each line, its times, and the name of its baseline."""
     modules = interfaces()
     for batch in batches:
-        calls = step_calls(modules, make, data(batch))
-        for _ in range(3):
-            for call in calls.values():
-                call()
-        yield {"set": "mlp", "batch": batch}, measure.interleave(calls, comm, seconds), "allred.distributed"
+        times = measure_steps(modules, make, data(batch), seconds, comm)
+        yield {"set": "mlp", "batch": batch}, times, "allred.distributed"
     yield {"set": "averages", "tensors": TENSORS}, measure_averages(modules, seconds, comm, gloo), "gloo per tensor"

@@ -4,6 +4,7 @@ The forms without underscore return new tensors, the forms with one overwrite th
 handle (handles.py). `allreduce` and `grouped_allreduce` are differentiable: the gradient is the same reduction.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -11,11 +12,19 @@ from torch import Tensor
 
 from allred.comm.communicator import Communicator
 from allred.comm.ops import ReduceOp
-from allred.comm.work import Work
 from allred.errors import InputError
 from allred.torch.horovod import handles
 from allred.torch.horovod.compression import Compression
-from allred.torch.horovod.operations import Differentiable, Started, Tensors, copies, detached, start_operation, view
+from allred.torch.horovod.operations import (
+    Differentiable,
+    Operations,
+    Started,
+    Tensors,
+    copies,
+    detached,
+    start_operation,
+    view,
+)
 from allred.torch.horovod.process_sets import ProcessSet, global_process_set
 
 Average, Sum, Min, Max, Product = ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT
@@ -69,7 +78,7 @@ def _start_allreduce(
     is_async: bool = False,
 ) -> int:
     """outputs: the tensors to overwrite, or None for new ones."""
-    kind = "grouped_allreduce" if is_list else "allreduce"
+    kind, label = "grouped_allreduce" if is_list else "allreduce", name or ""
 
     def begin(communicator: Communicator) -> Started:
         results = copies(tensors) if outputs is None else outputs
@@ -78,11 +87,14 @@ def _start_allreduce(
         arrays = [view(tensor) for tensor in memory]
         for tensor in memory:
             scale_(tensor, prescale)
-        label = name or ""
-        works: list[Work[Any]]
-        if len(arrays) == 1:
-            works = [communicator.allreduce(arrays[0], ops[0], label, in_place=True)]
-        elif len(set(ops)) == 1:
+        works: Operations
+        if len(arrays) == 1 and not is_async:
+            call = functools.partial(communicator.allreduce_blocking, arrays[0], True, ops[0], label)
+            works = [handles.BlockingCall(communicator, call)]
+        elif len(set(ops)) == 1 and not is_async:
+            group = functools.partial(communicator.grouped_allreduce_blocking, arrays, True, ops[0], label)
+            works = [handles.BlockingCall(communicator, group)]
+        elif len(set(ops)) == 1 and len(arrays) > 1:
             works = [communicator.grouped_allreduce(arrays, ops[0], label, in_place=True)]
         else:
             works = [communicator.allreduce(*pair, label, in_place=True) for pair in zip(arrays, ops, strict=True)]

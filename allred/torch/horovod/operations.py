@@ -21,7 +21,8 @@ from allred.torch.horovod.process_sets import ProcessSet, communicator_of
 from allred.torch.tensors import as_array, as_raw_array, as_tensor, check_host
 
 Tensors = Sequence[Tensor]
-Started = tuple[list[Work[Any]], Callable[[list[Any], int], Any]]  # operations, and handles.Started.finish
+Operations = Sequence[Work[Any] | handles.BlockingCall]
+Started = tuple[Operations, Callable[[list[Any], int], Any]]  # operations, and handles.Started.finish
 Begin = Callable[[Communicator], Started]
 
 
