@@ -58,8 +58,8 @@ def init(
     Without mpirun this process is the only rank. Under torchrun it is a ConfigError: call
     `torch.distributed.init_process_group("allred")` instead, which calls init.
 
-    comm: an mpi4py intracommunicator, of which init uses a duplicate; or a list of ranks of MPI.COMM_WORLD, which call
-    init with it. Default: MPI.COMM_WORLD.
+    comm: an mpi4py intracommunicator; init uses a duplicate of it. Or a list of ranks of MPI.COMM_WORLD, which all call
+    init. Default: MPI.COMM_WORLD.
     The other arguments override the variables ALLRED_MODE, ALLRED_BACKEND and so on; see `allred.config.Config`.
 
     Raises ConfigError, with the same text on every rank, if a setting is unknown, cannot be used, or differs between
@@ -193,7 +193,8 @@ def _duplicate(comm: Any, lifeline: int) -> tuple[Any, str]:
             raise InputError(f"init(comm={comm!r}): there is one rank, 0, because no MPI could be loaded")
         return None, "no MPI"
     exit_protocol.take_over(MPI, finalizes=ours, lifeline=lifeline)
-    if isinstance(comm, Sequence) and not isinstance(comm, str):
+    is_list = isinstance(comm, Sequence) and not isinstance(comm, str)
+    if is_list:
         comm = _communicator_of(MPI.COMM_WORLD, comm)
     if comm is not None and (not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL):
         raise InputError(f"init(comm=...) takes an mpi4py intracommunicator or a list of ranks, got {comm!r}")
@@ -205,6 +206,8 @@ def _duplicate(comm: Any, lifeline: int) -> tuple[Any, str]:
     duplicate, request = (MPI.COMM_WORLD if comm is None else comm).Idup()
     while not request.Test():
         os.sched_yield()
+    if is_list:
+        comm.Free()
     return duplicate, library
 
 

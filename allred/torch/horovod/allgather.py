@@ -8,11 +8,11 @@ from torch import Tensor
 
 from allred.comm.communicator import Communicator
 from allred.torch.horovod.allreduce import Average, grouped_allreduce
-from allred.torch.horovod.operations import Call, Differentiable, Tensors, detached, result_as_tensor, rows_of
+from allred.torch.horovod.operations import CollectiveCall, Differentiable, Tensors, detached, result_as_tensor, rows_of
 from allred.torch.horovod.process_sets import ProcessSet, global_process_set
 
 
-def _start(call: Call, tensors: Tensors) -> int:
+def _start(call: CollectiveCall, tensors: Tensors) -> int:
     def begin(communicator: Communicator) -> Any:
         sources = detached(tensors)
         works = [communicator.allgather(rows_of(tensor), call.label) for tensor in sources]
@@ -26,7 +26,7 @@ def _start(call: Call, tensors: Tensors) -> int:
     return call.start(begin)
 
 
-def _gather(call: Call, tensors: Tensors) -> list[Tensor]:
+def _gather(call: CollectiveCall, tensors: Tensors) -> list[Tensor]:
     """Gather tensors, with gradient."""
     process_set, shapes = call.process_set, [tensor.shape for tensor in tensors]
     sizes = [shape[0] if shape else 1 for shape in shapes]
@@ -49,7 +49,7 @@ def allgather_async(tensor: Tensor, name: str | None = None, process_set: Proces
 
     Example: `hvd.synchronize(hvd.allgather_async(torch.tensor([hvd.rank()])))`.
     """
-    return _start(Call("allgather", name, process_set, is_async=True), [tensor])
+    return _start(CollectiveCall("allgather", name, process_set, is_async=True), [tensor])
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
@@ -60,7 +60,7 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
 
     Example: on 2 ranks, `hvd.allgather(torch.tensor([hvd.rank()]))` returns `[0, 1]`.
     """
-    return _gather(Call("allgather", name, process_set), [tensor])[0]
+    return _gather(CollectiveCall("allgather", name, process_set), [tensor])[0]
 
 
 def grouped_allgather_async(
@@ -70,7 +70,7 @@ def grouped_allgather_async(
 
     Example: `hvd.synchronize(hvd.grouped_allgather_async([torch.ones(1), torch.ones(2)]))`.
     """
-    return _start(Call("allgather", name, process_set, is_list=True, is_async=True), tensors)
+    return _start(CollectiveCall("allgather", name, process_set, is_list=True, is_async=True), tensors)
 
 
 def grouped_allgather(
@@ -80,4 +80,4 @@ def grouped_allgather(
 
     Example: `hvd.grouped_allgather([torch.ones(1), torch.ones(2)])`.
     """
-    return _gather(Call("allgather", name, process_set, is_list=True), tensors)
+    return _gather(CollectiveCall("allgather", name, process_set, is_list=True), tensors)

@@ -18,7 +18,15 @@ from allred.comm.ops import ReduceOp
 from allred.errors import InputError
 from allred.torch.horovod import handles
 from allred.torch.horovod.compression import Compression
-from allred.torch.horovod.operations import Call, Operations, Tensors, apply_compressed, copies, detached, view
+from allred.torch.horovod.operations import (
+    CollectiveCall,
+    Operations,
+    Tensors,
+    apply_compressed,
+    copies,
+    detached,
+    view,
+)
 from allred.torch.horovod.process_sets import ProcessSet, global_process_set
 
 Average, Sum, Min, Max, Product = ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT
@@ -89,7 +97,7 @@ def operator(op: Any, average: bool | None = None) -> ReduceOp:
     return op
 
 
-def _start(call: Call, tensors: Tensors, outputs: Tensors | None, reduction: ScaledReduction) -> int:
+def _start(call: CollectiveCall, tensors: Tensors, outputs: Tensors | None, reduction: ScaledReduction) -> int:
     """Start a reduction. outputs: the tensors to overwrite, or None for new ones."""
 
     def begin(communicator: Communicator) -> Any:
@@ -110,7 +118,7 @@ def _start(call: Call, tensors: Tensors, outputs: Tensors | None, reduction: Sca
     return call.start(begin, allows_joined=True)
 
 
-def _operations(communicator: Communicator, arrays: list[Any], ops: list[ReduceOp], call: Call) -> Operations:
+def _operations(communicator: Communicator, arrays: list[Any], ops: list[ReduceOp], call: CollectiveCall) -> Operations:
     """Start the reduction of arrays in place: one operation, unless the operators differ."""
     if len(set(ops)) != 1:
         return [communicator.allreduce(*pair, call.label, in_place=True) for pair in zip(arrays, ops, strict=True)]
@@ -120,15 +128,15 @@ def _operations(communicator: Communicator, arrays: list[Any], ops: list[ReduceO
         return [communicator.allreduce(arrays[0], ops[0], call.label, in_place=True)]
     if call.is_list:
         reduce = functools.partial(communicator.grouped_allreduce_blocking, arrays, True, ops[0], call.label)
-        return [handles.BlockingCall(communicator, reduce)]
+        return [handles.DeferredCall(communicator, reduce)]
     reduce_one = functools.partial(communicator.allreduce_blocking, arrays[0], True, ops[0], call.label)
-    return [handles.BlockingCall(communicator, reduce_one)]
+    return [handles.DeferredCall(communicator, reduce_one)]
 
 
-def _reduce(call: Call, tensors: Tensors, compression: Any, reduction: ScaledReduction) -> list[Tensor]:
+def _reduce(call: CollectiveCall, tensors: Tensors, compression: Any, reduction: ScaledReduction) -> list[Tensor]:
     """Reduce tensors into new ones, with gradient."""
 
-    def run(call: Call, tensors: Tensors) -> list[Tensor]:
+    def run(call: CollectiveCall, tensors: Tensors) -> list[Tensor]:
         return call.results(_start(call, tensors, None, reduction))
 
     unnamed = dataclasses.replace(call, name=None)
@@ -151,7 +159,7 @@ def allreduce_async(
     Example: `hvd.synchronize(hvd.allreduce_async(torch.ones(2), op=hvd.Sum))`.
     """
     reduction = ScaledReduction(operator(op, average), prescale_factor, postscale_factor).check()
-    call = Call("allreduce", name, process_set, is_async=True)
+    call = CollectiveCall("allreduce", name, process_set, is_async=True)
     return _start(call, [tensor], None, reduction)
 
 
@@ -177,7 +185,7 @@ def allreduce(
     Example: on 2 ranks, `hvd.allreduce(torch.tensor([1.0 + hvd.rank()]))` returns `[1.5]`.
     """
     reduction = ScaledReduction(operator(op, average), prescale_factor, postscale_factor).check()
-    call = Call("allreduce", name, process_set)
+    call = CollectiveCall("allreduce", name, process_set)
     return _reduce(call, [tensor], compression, reduction)[0]
 
 
@@ -195,7 +203,7 @@ def allreduce_async_(
     Example: `hvd.synchronize(hvd.allreduce_async_(tensor))`.
     """
     reduction = ScaledReduction(operator(op, average), prescale_factor, postscale_factor).check()
-    call = Call("allreduce", name, process_set, is_async=True)
+    call = CollectiveCall("allreduce", name, process_set, is_async=True)
     return _start(call, [tensor], [tensor], reduction)
 
 
@@ -213,7 +221,7 @@ def allreduce_(
     Example: `hvd.allreduce_(tensor, op=hvd.Max)`.
     """
     reduction = ScaledReduction(operator(op, average), prescale_factor, postscale_factor).check()
-    call = Call("allreduce", name, process_set)
+    call = CollectiveCall("allreduce", name, process_set)
     return call.results(_start(call, [tensor], [tensor], reduction))[0]
 
 
@@ -231,7 +239,7 @@ def grouped_allreduce_async(
     Example: `hvd.synchronize(hvd.grouped_allreduce_async([torch.ones(2), torch.ones(3)]))`.
     """
     reduction = ScaledReduction(operator(op, average), prescale_factor, postscale_factor).check()
-    call = Call("allreduce", name, process_set, is_list=True, is_async=True)
+    call = CollectiveCall("allreduce", name, process_set, is_list=True, is_async=True)
     return _start(call, tensors, None, reduction)
 
 
@@ -251,7 +259,7 @@ def grouped_allreduce(
     Example: `hvd.grouped_allreduce([torch.ones(2), torch.ones(3)], op=hvd.Sum)`.
     """
     reduction = ScaledReduction(operator(op, average), prescale_factor, postscale_factor).check()
-    call = Call("allreduce", name, process_set, is_list=True)
+    call = CollectiveCall("allreduce", name, process_set, is_list=True)
     return _reduce(call, tensors, compression, reduction)
 
 
@@ -269,7 +277,7 @@ def grouped_allreduce_async_(
     Example: `hvd.synchronize(hvd.grouped_allreduce_async_(tensors))`.
     """
     reduction = ScaledReduction(operator(op, average), prescale_factor, postscale_factor).check()
-    call = Call("allreduce", name, process_set, is_list=True, is_async=True)
+    call = CollectiveCall("allreduce", name, process_set, is_list=True, is_async=True)
     return _start(call, tensors, tensors, reduction)
 
 
@@ -287,5 +295,5 @@ def grouped_allreduce_(
     Example: `hvd.grouped_allreduce_([tensor.grad for tensor in parameters])`.
     """
     reduction = ScaledReduction(operator(op, average), prescale_factor, postscale_factor).check()
-    call = Call("allreduce", name, process_set, is_list=True)
+    call = CollectiveCall("allreduce", name, process_set, is_list=True)
     return call.results(_start(call, tensors, tensors, reduction))

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from allred.comm.communicator import Communicator
 from allred.torch.horovod import handles
-from allred.torch.horovod.operations import Call, Differentiable, Tensors, detached, result_as_tensor, rows_of
+from allred.torch.horovod.operations import CollectiveCall, Differentiable, Tensors, detached, result_as_tensor, rows_of
 from allred.torch.horovod.process_sets import ProcessSet, global_process_set
 
 
-def _start(call: Call, tensor: Tensor, splits: Any) -> int:
+def _start(call: CollectiveCall, tensor: Tensor, splits: Any) -> int:
     def begin(communicator: Communicator) -> Any:
         (source,) = detached([tensor])
         rows = splits.tolist() if isinstance(splits, torch.Tensor) else splits
@@ -34,7 +34,7 @@ def alltoall_async(
 
     Example: `rows, received = hvd.synchronize(hvd.alltoall_async(torch.arange(4)))`.
     """
-    return _start(Call("alltoall", name, process_set, is_async=True), tensor, splits)
+    return _start(CollectiveCall("alltoall", name, process_set, is_async=True), tensor, splits)
 
 
 def alltoall(
@@ -51,7 +51,7 @@ def alltoall(
 
     Example: on 2 ranks, `hvd.alltoall(torch.tensor([hvd.rank(), 5]))` returns `[0, 1]` on rank 0.
     """
-    call, shape = Call("alltoall", name, process_set), tensor.shape
+    call, shape = CollectiveCall("alltoall", name, process_set), tensor.shape
     received: list[Tensor] = []
 
     def run(tensors: Tensors) -> list[Tensor]:

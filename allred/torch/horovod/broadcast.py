@@ -8,12 +8,12 @@ from torch import Tensor
 
 from allred.comm.communicator import Communicator
 from allred.torch.horovod.allreduce import Average, allreduce
-from allred.torch.horovod.operations import Call, Differentiable, Tensors, copies, detached
+from allred.torch.horovod.operations import CollectiveCall, Differentiable, Tensors, copies, detached
 from allred.torch.horovod.process_sets import ProcessSet, communicator_of, global_process_set
 from allred.torch.tensors import as_raw_array
 
 
-def _start(call: Call, tensor: Tensor, root_rank: int, in_place: bool) -> int:
+def _start(call: CollectiveCall, tensor: Tensor, root_rank: int, in_place: bool) -> int:
     def begin(communicator: Communicator) -> Any:
         target = tensor if in_place else copies([tensor])[0]
         (memory,) = detached([target])
@@ -30,7 +30,7 @@ def broadcast_async(
 
     Example: `hvd.synchronize(hvd.broadcast_async(tensor, root_rank=0))`.
     """
-    return _start(Call("broadcast", name, process_set, is_async=True), tensor, root_rank, in_place=False)
+    return _start(CollectiveCall("broadcast", name, process_set, is_async=True), tensor, root_rank, in_place=False)
 
 
 def broadcast(
@@ -44,7 +44,7 @@ def broadcast(
 
     Example: on 2 ranks, `hvd.broadcast(torch.tensor([hvd.rank()]), root_rank=1)` returns `[1]`.
     """
-    call = Call("broadcast", name, process_set)
+    call = CollectiveCall("broadcast", name, process_set)
 
     def run(tensors: Tensors) -> list[Tensor]:
         return call.results(_start(call, tensors[0], root_rank, in_place=False))
@@ -64,7 +64,7 @@ def broadcast_async_(
 
     Example: `hvd.synchronize(hvd.broadcast_async_(tensor, root_rank=0))`.
     """
-    return _start(Call("broadcast", name, process_set, is_async=True), tensor, root_rank, in_place=True)
+    return _start(CollectiveCall("broadcast", name, process_set, is_async=True), tensor, root_rank, in_place=True)
 
 
 def broadcast_(
@@ -74,5 +74,5 @@ def broadcast_(
 
     Example: `hvd.broadcast_(model.weight, root_rank=0)`.
     """
-    call = Call("broadcast", name, process_set)
+    call = CollectiveCall("broadcast", name, process_set)
     return call.results(_start(call, tensor, root_rank, in_place=True))[0]

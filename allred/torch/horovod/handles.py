@@ -13,7 +13,7 @@ from allred.torch.horovod.horovod_errors import as_horovod_error
 JOINED = "a rank has called hvd.join(); until all have, only allreduce and barrier are available"
 
 
-class BlockingCall:
+class DeferredCall:
     """A deferred blocking call: it runs in wait(), without a Work, which is faster. ranks: as in Work."""
 
     def __init__(self, communicator: Communicator, call: Callable[[], Any]) -> None:
@@ -39,7 +39,7 @@ class AsyncCall:
     """
 
     title: str
-    works: Sequence[Work[Any] | BlockingCall]
+    works: Sequence[Work[Any] | DeferredCall]
     size: int
     finish: Callable[[list[Any], int], Any]
     allows_joined: bool = False

@@ -22,13 +22,13 @@ from allred.torch.horovod.process_sets import ProcessSet, communicator_of
 from allred.torch.tensors import as_array, as_raw_array, as_tensor, check_host
 
 Tensors = Sequence[Tensor]
-Operations = Sequence[Work[Any] | handles.BlockingCall]
+Operations = Sequence[Work[Any] | handles.DeferredCall]
 # Starts the operations of a call. Returns them and `handles.AsyncCall.finish`.
 Begin = Callable[[Communicator], tuple[Operations, Callable[[list[Any], int], Any]]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class CollectiveCall:
     """A call of a collective. is_list: of a list of tensors. is_async: the program waits for it later."""
 
     kind: str

@@ -9,7 +9,15 @@ from allred.errors import InputError
 from allred.torch.horovod.allgather import grouped_allgather
 from allred.torch.horovod.allreduce import Average, ScaledReduction, Sum, operator
 from allred.torch.horovod.compression import Compression
-from allred.torch.horovod.operations import Call, Tensors, apply_compressed, copies, detached, result_as_tensor, view
+from allred.torch.horovod.operations import (
+    CollectiveCall,
+    Tensors,
+    apply_compressed,
+    copies,
+    detached,
+    result_as_tensor,
+    view,
+)
 from allred.torch.horovod.process_sets import ProcessSet, communicator_of, global_process_set
 
 
@@ -19,7 +27,7 @@ def _reduction(op: Any, prescale: float, postscale: float) -> ScaledReduction:
     return ScaledReduction(found, prescale, postscale).check()
 
 
-def _start(call: Call, tensors: Tensors, reduction: ScaledReduction) -> int:
+def _start(call: CollectiveCall, tensors: Tensors, reduction: ScaledReduction) -> int:
     def begin(communicator: Communicator) -> Any:
         sources = detached(tensors) if reduction.prescale == 1.0 else copies(tensors)
         for tensor in sources:
@@ -38,7 +46,9 @@ def _start(call: Call, tensors: Tensors, reduction: ScaledReduction) -> int:
     return call.start(begin)
 
 
-def _reduce_and_scatter(call: Call, tensors: Tensors, compression: Any, reduction: ScaledReduction) -> list[Tensor]:
+def _reduce_and_scatter(
+    call: CollectiveCall, tensors: Tensors, compression: Any, reduction: ScaledReduction
+) -> list[Tensor]:
     """Reduce and scatter tensors, with gradient."""
     process_set = call.process_set
 
@@ -66,7 +76,7 @@ def reducescatter_async(
     Example: `hvd.synchronize(hvd.reducescatter_async(torch.ones(4)))`.
     """
     reduction = _reduction(op, prescale_factor, postscale_factor)
-    return _start(Call("reducescatter", name, process_set, is_async=True), [tensor], reduction)
+    return _start(CollectiveCall("reducescatter", name, process_set, is_async=True), [tensor], reduction)
 
 
 def reducescatter(
@@ -86,7 +96,7 @@ def reducescatter(
     Example: on 2 ranks, `hvd.reducescatter(torch.tensor([1, 2]), op=hvd.Sum)` returns `[2]` on rank 0.
     """
     reduction = _reduction(op, prescale_factor, postscale_factor)
-    return _reduce_and_scatter(Call("reducescatter", name, process_set), [tensor], compression, reduction)[0]
+    return _reduce_and_scatter(CollectiveCall("reducescatter", name, process_set), [tensor], compression, reduction)[0]
 
 
 def grouped_reducescatter_async(
@@ -102,7 +112,7 @@ def grouped_reducescatter_async(
     Example: `hvd.synchronize(hvd.grouped_reducescatter_async([torch.ones(4), torch.ones(2)]))`.
     """
     reduction = _reduction(op, prescale_factor, postscale_factor)
-    return _start(Call("reducescatter", name, process_set, is_list=True, is_async=True), tensors, reduction)
+    return _start(CollectiveCall("reducescatter", name, process_set, is_list=True, is_async=True), tensors, reduction)
 
 
 def grouped_reducescatter(
@@ -119,5 +129,5 @@ def grouped_reducescatter(
     Example: `hvd.grouped_reducescatter([torch.ones(4), torch.ones(2)])`.
     """
     reduction = _reduction(op, prescale_factor, postscale_factor)
-    call = Call("reducescatter", name, process_set, is_list=True)
+    call = CollectiveCall("reducescatter", name, process_set, is_list=True)
     return _reduce_and_scatter(call, tensors, compression, reduction)

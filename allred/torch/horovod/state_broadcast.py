@@ -10,7 +10,7 @@ from allred.comm.communicator import Communicator
 from allred.errors import InputError
 from allred.torch.horovod import handles
 from allred.torch.horovod.broadcast import broadcast_async_
-from allred.torch.horovod.operations import Call
+from allred.torch.horovod.operations import CollectiveCall
 from allred.torch.horovod.process_sets import ProcessSet, communicator_of, global_process_set
 
 _TENSOR = "allred: a tensor, which is sent apart"
@@ -97,7 +97,10 @@ def broadcast_object(
 
     Example: `epoch = hvd.broadcast_object(epoch, root_rank=0)`.
     """
-    is_root, call = communicator_of(process_set).number == root_rank, Call("broadcast_object", name, process_set)
+    is_root, call = (
+        communicator_of(process_set).number == root_rank,
+        CollectiveCall("broadcast_object", name, process_set),
+    )
 
     def begin(communicator: Communicator) -> Any:
         data = _dumps(obj) if is_root else b""
@@ -112,7 +115,7 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
 
     Example: `losses = hvd.allgather_object(loss)`.
     """
-    call = Call("allgather_object", name, global_process_set)
+    call = CollectiveCall("allgather_object", name, global_process_set)
 
     def begin(communicator: Communicator) -> Any:
         return [communicator.allgather_object(_dumps(obj), call.label)], lambda results, _: results[0]
