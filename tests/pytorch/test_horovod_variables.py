@@ -44,4 +44,6 @@ def test_settings_of_allred_win_and_names_are_printed_once(capfd):
     variables.apply(environ)
     variables.apply(environ)
     assert environ["ALLRED_STALL_WARNING_S"] == "7"
-    assert capfd.readouterr().err == "allred: without effect: HOROVOD_TEST_ONLY\n"
+    assert capfd.readouterr().err == (
+        "allred: these variables have no effect in allred: HOROVOD_TEST_ONLY (docs/from-horovod.md)\n"
+    )

@@ -11,7 +11,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.util import gpu_available, nccl_built, split_list
-from horovod.torch.compression import Compression
+from horovod.torch.compression import Compression, FP16Compressor
 from horovod.torch.elastic.sampler import ElasticSampler
 from horovod.torch.elastic.state import TorchState
 from horovod.torch.functions import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
@@ -79,7 +79,8 @@ def train(method=None):
 def check_names():
     """Compare the names of the modules with those of hvd, and use some."""
     assert (horovod.__version__, callable(horovod.run)) == ("0.28.1", True)
-    assert {Compression: hvd.Compression, SyncBatchNorm: hvd.SyncBatchNorm, ProcessSet: hvd.ProcessSet}
+    assert (Compression, SyncBatchNorm, ProcessSet) == (hvd.Compression, hvd.SyncBatchNorm, hvd.ProcessSet)
+    assert hvd.Compression.fp16 is FP16Compressor
     assert hvd.mpi_ops.allreduce_ is hvd.allreduce_
     assert (DistributedOptimizer, global_process_set) == (hvd.DistributedOptimizer, hvd.global_process_set)
     assert (ElasticSampler, TorchState) == (hvd.elastic.ElasticSampler, hvd.elastic.TorchState)

@@ -150,6 +150,7 @@ def test_options_of_hosts_and_sizes(tmp_path):
     job = make("-np", "4", "python", "-u", "train.py", "--min-np", "1")
     assert job.program == ["python", "-u", "train.py", "--min-np", "1"]
     assert job.name == f"train-{os.getpid()}"
+    assert make("-np", "3", "python", "-m", "my.train", "x").name == f"my.train-{os.getpid()}"
     assert (job.target, job.find_hosts().slots, job.restarts) == (4, {"localhost": 4}, 0)
     assert (job.min_np, job.max_np, job.watches_hosts) == (None, None, False)
     assert make("--num-proc", "2", "-H", "a:2,b:2", "./train").find_hosts().slots == {"a": 2, "b": 2}
@@ -200,8 +201,8 @@ def test_options_without_effect_are_named():
 
 
 @pytest.mark.parametrize(("words", "text"), [
-    ([], "which command"),
-    (["-np", "2"], "which command"),
+    ([], "no command given"),
+    (["-np", "2"], "no command given"),
     (["train.py"], "how many ranks"),
     (["-np", "3", "-H", "a:2", "x"], "-np 3 needs 3 slots"),
     (["-np", "3", "-H", "a:2", "-hostfile", "f", "x"], "name the hosts twice"),

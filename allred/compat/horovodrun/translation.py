@@ -7,6 +7,7 @@ names those without effect (allred/torch/horovod/variables.py).
 import argparse
 import dataclasses
 import functools
+import itertools
 import os
 import re
 import subprocess
@@ -25,7 +26,7 @@ _DESCRIPTION = """\
 Starts a command as ranks, as `allred run` does. In a Python program `import horovod.torch` finds allred.
 """
 _UNLIMITED = 10**6
-_DISCOVERY_S = 60.0  # time limit of the script that prints the hosts
+_DISCOVERY_S = 10.0  # time limit of the script that prints the hosts; signals wait for it
 
 # Options that set a variable to their value.
 _VARIABLES = {
@@ -58,7 +59,8 @@ _SWITCHES = {
         ["--log-with-timestamp", "--no-log-hide-timestamp"],
     ),
 }
-# Options without effect, and the number of their values. `allred run` always does what the first three ask for.
+# Options without effect, and the number of their values. Those in _SILENT get no message: they match the behaviour of
+# `allred run`.
 _SILENT = {"--mpi": 0, "--verbose": 0, "--disable-cache": 0}
 _IGNORED = {
     "--gloo": 0, "--jsrun": 0, "--prefix-output-with-timestamp": 0, "--start-timeout": 1, "--elastic-timeout": 1,
@@ -69,7 +71,7 @@ _WITH_MPIRUN = "start the ranks with mpirun and its options: mpirun ... python -
 _REFUSED = {
     "--mpi-args": _WITH_MPIRUN,
     "--binding-args": _WITH_MPIRUN,
-    "--config-file": "write what is in it as options",
+    "--config-file": "pass the values of the file as options",
 }
 
 
@@ -116,21 +118,27 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return found
 
 
+def _ranks(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
 def _add_main_options(add: Callable[..., Any]) -> None:
-    add("-np", "--num-proc", type=int, metavar="N", help="number of ranks")
+    add("-np", "--num-proc", type=_ranks, metavar="N", help="number of ranks")
     add("-H", "--hosts", default="", metavar="LIST", help="hosts and their slots: node1:4,node2:4; default: this host")
     add("-hostfile", "--hostfile", default="", metavar="FILE", help="a line for each host: node1 slots=4")
     add("--host-discovery-script", default="", metavar="FILE", help="prints the hosts; a change resizes the job")
-    add("--slots-per-host", type=int, metavar="N", help="slots of hosts for which the script prints none")
-    add("--min-np", "--min-num-proc", type=int, metavar="N", help="fewest ranks after hosts were lost")
-    add("--max-np", "--max-num-proc", type=int, metavar="N", help="most ranks after hosts were added")
+    add("--slots-per-host", type=_ranks, metavar="N", help="slots of hosts for which the script prints none")
+    add("--min-np", "--min-num-proc", type=_ranks, metavar="N", help="fewest ranks after hosts were lost")
+    add("--max-np", "--max-num-proc", type=_ranks, metavar="N", help="most ranks after hosts were added")
     add("--reset-limit", type=int, metavar="N", help="restarts after failures; default: without limit")
     add("--network-interfaces", "--network-interface", action="append", default=[], metavar="LIST",
         help="interfaces for TCP connections: eth0,eth1")  # fmt: skip
     add("--output-filename", default="", metavar="DIR", help="write the output of each rank: DIR/rank-0.log")
     add("-p", "--ssh-port", metavar="PORT", help="for ssh; other hosts need it in ~/.ssh/config instead")
     add("-i", "--ssh-identity-file", metavar="FILE", help="for ssh; other hosts need it in ~/.ssh/config instead")
-    add("-cb", "--check-build", action="store_true", help="show what there is")
+    add("-cb", "--check-build", action="store_true", help="print the available frameworks, controllers and operations")
     add("-v", "--version", action="version", version=VERSION)
     add("command", nargs=argparse.REMAINDER, help="python train.py, or another program, with its arguments")
 
@@ -143,7 +151,7 @@ def ignored(options: argparse.Namespace) -> list[str]:
 def make_job(options: argparse.Namespace, environ: Mapping[str, str]) -> JobOptions:
     """Return the job. Raises ConfigError if the options do not fit together."""
     if not options.command:
-        raise ConfigError("which command? Such as: horovodrun -np 4 python train.py")
+        raise ConfigError("no command given; example: horovodrun -np 4 python train.py")
     script = options.host_discovery_script
     is_elastic = bool(script) or options.min_np is not None  # as Horovod decides it
     if not is_elastic and (options.max_np, options.reset_limit) != (None, None):
@@ -151,14 +159,13 @@ def make_job(options: argparse.Namespace, environ: Mapping[str, str]) -> JobOpti
     hosts = options.hosts
     if not (hosts or options.hostfile or script or "LSB_JOBID" in environ):
         hosts = f"{host_list.LOCAL}:{options.num_proc}" if options.num_proc else ""
-    words = [word for word in options.command if word.endswith(".py")] or options.command
     given = argparse.Namespace(
         np=options.num_proc, hosts=hosts, hostfile=options.hostfile, mode=None, num_ps=None, is_module=False, tag=False,
         min_np=(options.min_np or options.num_proc) if is_elastic else None,
         max_np=(options.max_np or _UNLIMITED) if is_elastic else None,
         restarts=0 if not is_elastic else _UNLIMITED if options.reset_limit is None else options.reset_limit,
-        logs=options.output_filename, name=f"{Path(words[0]).stem}-{os.getpid()}", program=options.command[0],
-        arguments=options.command[1:],
+        logs=options.output_filename, name=f"{_program_name(options.command)}-{os.getpid()}",
+        program=options.command[0], arguments=options.command[1:],
     )  # fmt: skip
     discover = functools.partial(discover_hosts, script, options.slots_per_host) if script else None
     job = command.make_options(given, discover)
@@ -168,6 +175,14 @@ def make_job(options: argparse.Namespace, environ: Mapping[str, str]) -> JobOpti
     if options.network_interfaces:
         settings["ALLRED_NETWORK"] = ",".join(options.network_interfaces)
     return dataclasses.replace(job, settings=settings, forwards_all=True)
+
+
+def _program_name(words: Sequence[str]) -> str:
+    """Return a name for the job of a command: that of the Python file, else of the module, else of the program."""
+    for before, word in itertools.pairwise(["", *words]):
+        if word.endswith(".py") or before == "-m":
+            return Path(word).stem if before != "-m" else re.sub(r"[^\w.-]", "", word)
+    return Path(words[0]).stem
 
 
 def _check_local(hosts: HostList) -> None:
