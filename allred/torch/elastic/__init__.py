@@ -1,5 +1,4 @@
-"""hvd.elastic: training that continues from its last commit. Under `allred run` a
-restarted job continues from it.
+"""hvd.elastic: training with commits. Under `allred run` a restarted job continues from the last commit.
 
     @hvd.elastic.run
     def train(state):

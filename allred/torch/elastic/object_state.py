@@ -12,8 +12,8 @@ from allred.torch.horovod.horovod_errors import HostsUpdatedInterrupt
 class State:
     """Base class: subclasses define save, restore and sync.
 
-    A subclass that has to survive a restart of the processes also defines `committed_state`, which returns objects that
-    pickle accepts, and `load_committed_state`.
+    A subclass that has to survive a restart of the processes also defines `committed_state`, which returns picklable
+    objects, and `load_committed_state`.
 
     bcast_object: a function that returns the object of rank 0 on all ranks. get_rank: returns the rank.
     """
