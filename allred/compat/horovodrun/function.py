@@ -10,6 +10,7 @@ The function is pickled by value with cloudpickle (allred[client]); without it t
 import contextlib
 import os
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
@@ -72,6 +73,7 @@ def run(
     """
     size = integer("horovod.run: num_proc", num_proc if np is None else np, 1)
     options = {
+        "--name": re.sub(r"[^\w.-]", "", getattr(func, "__name__", "")),  # without the brackets of <lambda>
         "--num-proc": size,
         "--min-np": min_num_proc if min_np is None else min_np,
         "--max-np": max_num_proc if max_np is None else max_np,

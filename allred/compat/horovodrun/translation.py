@@ -139,6 +139,7 @@ def _add_main_options(add: Callable[..., Any]) -> None:
     add("-p", "--ssh-port", metavar="PORT", help="for ssh; other hosts need it in ~/.ssh/config instead")
     add("-i", "--ssh-identity-file", metavar="FILE", help="for ssh; other hosts need it in ~/.ssh/config instead")
     add("-cb", "--check-build", action="store_true", help="print the available frameworks, controllers and operations")
+    add("--name", default="", help=argparse.SUPPRESS)  # of the job, for horovod.run
     add("-v", "--version", action="version", version=VERSION)
     add("command", nargs=argparse.REMAINDER, help="python train.py, or another program, with its arguments")
 
@@ -164,7 +165,7 @@ def make_job(options: argparse.Namespace, environ: Mapping[str, str]) -> JobOpti
         min_np=(options.min_np or options.num_proc) if is_elastic else None,
         max_np=(options.max_np or _UNLIMITED) if is_elastic else None,
         restarts=0 if not is_elastic else _UNLIMITED if options.reset_limit is None else options.reset_limit,
-        logs=options.output_filename, name=f"{_program_name(options.command)}-{os.getpid()}",
+        logs=options.output_filename, name=f"{options.name or _program_name(options.command)}-{os.getpid()}",
         program=options.command[0], arguments=options.command[1:],
     )  # fmt: skip
     discover = functools.partial(discover_hosts, script, options.slots_per_host) if script else None
