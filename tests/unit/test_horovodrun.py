@@ -1,6 +1,7 @@
 """The packages `horovod` of allred next to an installed Horovod, and the options of horovodrun. No MPI."""
 
 import importlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -170,6 +171,11 @@ def test_elastic_options_watch_the_hosts_that_a_script_prints(tmp_path):
     options = ["-np", "2", "--host-discovery-script", str(script)]
     job = make(*options, "--slots-per-host", "3", "--max-np", "6", "--reset-limit", "5", "python", "train.py")
     assert job.find_hosts().slots == {"a": 4, "b": 3}
+    script.write_text(f"#!/bin/sh\nwhile [ ! -e {tmp_path}/go ]; do sleep 0.01; done\necho c:1\n")
+    assert job.find_hosts().slots == {"a": 4, "b": 3}  # without a wait
+    (tmp_path / "go").touch()
+    answers = itertools.takewhile(lambda hosts: hosts.slots != {"c": 1}, iter(job.find_hosts, None))
+    assert all(hosts.slots == {"a": 4, "b": 3} for hosts in answers)
     assert (job.target, job.min_np, job.max_np, job.restarts, job.watches_hosts) == (2, 2, 6, 5, True)
     job = make("-np", "2", "-H", "a:1,b:1", "--min-np", "1", "python", "train.py")
     assert (job.min_np, job.restarts > 1000, job.watches_hosts) == (1, True, False)

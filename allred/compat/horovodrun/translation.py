@@ -10,7 +10,9 @@ import functools
 import itertools
 import os
 import re
+import signal
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ _DESCRIPTION = """\
 Starts a command as ranks, as `allred run` does. In a Python program `import horovod.torch` finds allred.
 """
 _UNLIMITED = 10**6
-_DISCOVERY_S = 10.0  # time limit of the script that prints the hosts; signals wait for it
+_DISCOVERY_S = 60.0  # time limit of the script that prints the hosts
 
 # Options that set a variable to their value.
 _VARIABLES = {
@@ -168,7 +170,7 @@ def make_job(options: argparse.Namespace, environ: Mapping[str, str]) -> JobOpti
         logs=options.output_filename, name=f"{options.name or _program_name(options.command)}-{os.getpid()}",
         program=options.command[0], arguments=options.command[1:],
     )  # fmt: skip
-    discover = functools.partial(discover_hosts, script, options.slots_per_host) if script else None
+    discover = HostDiscovery(script, options.slots_per_host) if script else None
     job = command.make_options(given, discover)
     if options.ssh_port or options.ssh_identity_file:
         _check_local(job.find_hosts())
@@ -195,15 +197,39 @@ def _check_local(hosts: HostList) -> None:
         )
 
 
-def discover_hosts(script: str, slots: int | None) -> HostList:
-    """Return the hosts that a script prints, one in a line, such as `node1:4` or `node1`. slots: of a host without a
-    number. Raises ConfigError if the script fails."""
-    title = f"--host-discovery-script {script}"
-    try:
-        done = subprocess.run(script, shell=True, capture_output=True, text=True, timeout=_DISCOVERY_S, check=False)
-    except subprocess.TimeoutExpired:
-        raise ConfigError(f"{title} did not end after {_DISCOVERY_S:g} s") from None
-    if done.returncode:
-        raise ConfigError(f"{title} failed with exit code {done.returncode}: {done.stderr.strip()}")
-    text = re.sub(r"^\s*([\w.-]+)\s*$", rf"\1:{slots or 1}", done.stdout, flags=re.MULTILINE)
-    return HostList(host_list.parse_file(text, title), title)
+class HostDiscovery:
+    """Returns the hosts that a script prints, one in a line, such as `node1:4` or `node1`. slots: of a host without a
+    number.
+
+    The first call waits for the script. Later ones return the last answer, and run the script in the background for the
+    next call: `allred run` asks every second, and must not wait.
+    """
+
+    def __init__(self, script: str, slots: int | None) -> None:
+        self._script, self._slots, self._title = script, slots or 1, f"--host-discovery-script {script}"
+        self._hosts: HostList | None = None
+        self._running: tuple[subprocess.Popen[str], float] | None = None  # with the time of its start
+
+    def __call__(self) -> HostList:
+        """Return the hosts. Raises ConfigError if the script has failed."""
+        process, started = self._running = self._running or (self._start(), time.monotonic())
+        left_s = started + _DISCOVERY_S - time.monotonic()
+        if self._hosts is not None and process.poll() is None and left_s > 0:
+            return self._hosts
+        self._running = None
+        try:
+            out, problem = process.communicate(timeout=max(left_s, 0))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            raise ConfigError(f"{self._title} did not end after {_DISCOVERY_S:g} s") from None
+        if process.returncode:
+            raise ConfigError(f"{self._title} failed with exit code {process.returncode}: {problem.strip()}")
+        text = re.sub(r"^\s*([\w.-]+)\s*$", rf"\1:{self._slots}", out, flags=re.MULTILINE)
+        self._hosts = HostList(host_list.parse_file(text, self._title), self._title)
+        return self._hosts
+
+    def _start(self) -> "subprocess.Popen[str]":
+        # In a group of its own: `sh` may start processes, and Ctrl-C is for the job.
+        pipe = subprocess.PIPE
+        return subprocess.Popen(self._script, shell=True, stdout=pipe, stderr=pipe, text=True, process_group=0)
