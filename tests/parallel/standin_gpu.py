@@ -148,9 +148,9 @@ class Pointed(np.ndarray):
             return out[0]
         return _made(made, ufunc.__name__) if isinstance(made, np.ndarray) else made
 
-    def astype(self, *arguments, **more):
+    def astype(self, dtype, order="K", *, copy=True):
         cuda.use_array(self, False, "astype")
-        return _made(_plain(self).astype(*arguments, **more), "astype")
+        return _made(_plain(self).astype(dtype, order, copy=copy), "astype")
 
     def copy(self, order="C"):
         cuda.use_array(self, False, "copy")
@@ -187,8 +187,8 @@ class Namespace:
     __version__ = "0"
 
     @staticmethod
-    def concatenate(arrays):
-        return np.concatenate(arrays).view(Pointed)
+    def concatenate(tup):
+        return np.concatenate(tup).view(Pointed)
 
     @staticmethod
     def copyto(dst, src):
@@ -226,7 +226,7 @@ class Namespace:
     class RawModule:
         """fuse.cu."""
 
-        def __init__(self, code, options=()):
+        def __init__(self, code, *, options=()):
             assert code == kernels.SOURCE.read_text()
 
         def get_function(self, name):
