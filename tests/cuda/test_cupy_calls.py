@@ -1,4 +1,4 @@
-"""allred's calls of cupy, and those of its stand-ins for tests, have the names, arguments and constants of the real cupy.
+"""allred's calls of cupy, and its stand-in for tests, have the names, arguments and constants of the real cupy.
 
 cupy can be imported without a GPU. Its compiled functions have their signatures in their docstrings.
 """

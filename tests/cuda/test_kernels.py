@@ -1,7 +1,7 @@
 """The GPU's kernels, compiled by the real NVRTC in the way of the real cupy: without warnings, without register spills.
 
-Neither needs a GPU. The launches of allred/gpu/kernels.py are compared with the parameters of the compiled kernels; what
-the kernels compute is tested by tests/unit/test_fuse_cu.py and, on a GPU, by tests/gpu.
+Neither needs a GPU. The launches of allred/gpu/kernels.py are compared with the parameters of the compiled kernels.
+What the kernels compute is tested by tests/unit/test_fuse_cu.py and, on a GPU, by tests/gpu.
 """
 
 import io

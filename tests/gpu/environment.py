@@ -59,7 +59,8 @@ NEEDED = [  # what, code that fails without it, how to get it
 
 def main():
     tried = [subprocess.Popen([sys.executable, "-c", code], stdout=-3, stderr=-1, text=True) for _, code, _ in NEEDED]
-    errors = [process.communicate()[1].strip() if process.wait() else "" for process in tried]
+    messages = [process.communicate()[1].strip() for process in tried]
+    errors = [text if process.returncode else "" for process, text in zip(tried, messages, strict=True)]
     missing = []
     for (what, _, remedy), error in zip(NEEDED, errors, strict=True):
         if error:
