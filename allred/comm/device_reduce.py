@@ -21,7 +21,7 @@ from allred.comm.backends.backend import DeviceBackend
 from allred.comm.group import Group
 from allred.comm.header import OpDescriptor
 from allred.comm.ops import Compression, ReduceOp, narrows
-from allred.comm.work import Steps, Work
+from allred.comm.work import Polled, Steps, Work
 from allred.errors import InputError
 from allred.fusion import assign_buckets
 from allred.gpu.device_arrays import HALF_DTYPES, Adopted, adopt, is_device, layouts, storage_dtype
@@ -208,12 +208,24 @@ class DeviceReductions:
             steps = make()
         except Exception as error:
             steps = _refused(error)
-        return self.communicator.start(kind, name, steps)
+        queue = self.communicator.queue
+        turn = self.devices.device.launches.take(lambda: queue.poisoned)
+        try:
+            return self.communicator.start(kind, name, steps, turn)
+        except BaseException:
+            turn.end()
+            raise
 
     def _agree(self, descriptor: OpDescriptor) -> Steps[tuple[Group, DeviceBackend, list[bytes]]]:
-        """Exchange headers. Return the group that runs the operation, its device backend, and its headers."""
+        """Exchange headers, and wait until the operation may be launched. Return the group that runs it, the device
+        backend of the group, and the headers."""
         group, headers = yield from self.communicator.agree(descriptor)
+        work = self.communicator.queue.advancing
+        assert work is not None
+        assert work.turn is not None
         assert group.devices is not None
+        if not work.turn.has_come():
+            yield Polled(work.turn.has_come, waits_for_peers=True)
         yield from group.devices.ready()
         return group, group.devices, headers
 

@@ -28,7 +28,7 @@ else:
 
     HALF = ml_dtypes.bfloat16
     standin_gpu.install(setattr)
-    device = standin_gpu.Device(None)
+    device = standin_gpu.Device()
     startup.add_devices = lambda communicator, *_: add_device(communicator, device, staged=False)
 
 random = np.random.default_rng(0)
@@ -66,6 +66,7 @@ for fresh in (there, placed(values())):
         np.testing.assert_array_equal(host(fresh[name]), value, err_msg=name)
 assert REAL or device.copied_down == 3 + 3 * 4 - 1, "w, scale, half; then gradients, but no None or number"
 assert REAL or device.ordered, "the caller's stream has to wait for the parameters"
+assert REAL or device.kept_pages == 3, "the memory that is copied from: w, scale, half"
 with pytest.raises(allred.InputError, match="share memory"):
     optimizer.pull({**there, "scale": there["w"][0, 0:1].reshape(())})
 print("the same")

@@ -2,18 +2,22 @@
 
 It stands in for the thin calls alone (Device, its kernels, NCCL's communicator, adopt); all decisions are the library's
 own. NCCL's functions are done at once, with plain MPI over a communicator of its own, which is what ranks need that
-really have to meet. What cannot be stood in for: converting cupy's arrays to numpy raises, converting these does not.
-The real thing is tested by tests/gpu.
+really have to meet: ranks that launch operations in different orders get an error. What cannot be stood in for:
+converting cupy's arrays to numpy raises, converting these does not. The real thing is tested by tests/gpu.
 """
 
 import contextlib
 import copy
 import ctypes
+import itertools
+import time
 
 import numpy as np
+from mpi4py import MPI
 
 from allred.comm import device_reduce
 from allred.gpu import device_arrays, kernels
+from allred.gpu.launch_order import LaunchOrder
 from allred.modes.detect import finite
 
 
@@ -84,7 +88,7 @@ def install(put):
         put(module, "adopt", adopt)
     put(device_reduce, "layouts", layouts)
     put(device_arrays, "zeros", zeros)
-    put(device_arrays, "current_stream", lambda value: Stream)
+    put(device_arrays, "current_stream", lambda value: CALLER)
     put(device_arrays, "layouts", layouts)
     put(device_arrays, "squares_on_gpu", lambda parts: sum(map(squares, parts)))
     put(finite, "exceeds_on_gpu", lambda parts, *a: bool(scan.exceeds(list(map(host, parts)), *a)))
@@ -168,6 +172,13 @@ class Completion:
         self._device.synchronized += 1
 
 
+def arrays_in(kept):
+    """The host arrays in nested tuples and lists."""
+    if isinstance(kept, (tuple, list)):
+        return [one for each in kept for one in arrays_in(each)]
+    return [kept] if type(kept) is np.ndarray else []
+
+
 class StreamLease:
     def __init__(self, device):
         self._device = device
@@ -186,16 +197,23 @@ class StreamLease:
         return [Namespace.empty(shape, dtype) for shape, dtype in wanted]
 
     def end(self, kept):
+        pages = self._device.pages
+        self._device.kept_pages = sum(any(np.shares_memory(one, page) for page in pages) for one in arrays_in(kept))
         return Completion(self._device)
 
 
 class Stream:
-    ptr = 7
+    numbers = itertools.count(7)
+
+    def __init__(self):
+        self.ptr = next(self.numbers)
 
     def synchronize(self):
         pass
 
 
+CALLER = Stream()
+MEETING_S = 5.0  # for ranks to launch the same operation
 FACTORED = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -255,22 +273,36 @@ class Nccl:
     def get_version(self):
         return 23000
 
-    def get_unique_id(self):
-        return (1, 2, 3)
+    numbers = itertools.count(1)  # of the unique ids of this process
 
-    def start(self, comm, unique_id):
-        """A communicator of its own."""
-        assert unique_id == (1, 2, 3)
+    def get_unique_id(self):
+        rank = MPI.COMM_WORLD.Get_rank()
+        return rank, 1000 * rank + next(self.numbers)
+
+    def start(self, size, unique_id, rank, stream):
+        """A communicator of the ranks that have this id. The one that made the id hears from the others."""
+        world, (first, tag) = MPI.COMM_WORLD, unique_id
+        if rank:
+            world.send((rank, world.Get_rank()), first, tag)
+            members = world.recv(source=first, tag=tag)
+        else:
+            others = sorted(world.recv(tag=tag) for _ in range(size - 1))
+            members = [first, *(number for _, number in others)]
+            for number in members[1:]:
+                world.send(members, number, tag)
         made = copy.copy(self)
-        made.comm = comm.Dup()
+        made.comm, made.stream = world.Create_group(world.Get_group().Incl(members), tag), stream
         return made
 
     grouped = []  # noqa: RUF012  (the module's, for all communicators)
+    open_groups = 0
 
     def groupStart(self):  # noqa: N802
         assert not self.grouped
+        Nccl.open_groups += 1
 
     def groupEnd(self):  # noqa: N802
+        Nccl.open_groups -= 1
         for request in self.grouped:
             request.Wait()
         self.grouped.clear()
@@ -311,8 +343,15 @@ class Nccl:
         self.comm.Free()
 
     def _note(self, call, stream):
-        assert stream == Stream.ptr, "not on the communication stream"
+        """A launch: on the stream of the communicator, and on all of its ranks before the next one of any other."""
+        assert stream == self.stream.ptr, "not on the communication stream"
         self.calls.append(call)
+        if call in ("send", "recv"):
+            return
+        met, until = self.comm.Ibarrier(), time.monotonic() + MEETING_S
+        while not met.Test():
+            assert time.monotonic() < until, f"not all ranks launch {call} on stream {stream} now"
+            time.sleep(0)
 
     def _at(self, address, count, kind):
         dtype = np.dtype(self.DTYPES[kind])
@@ -321,13 +360,22 @@ class Nccl:
 
 
 class Device:
-    """Replaces gpu.streams.Device. comm: an mpi4py communicator of the same ranks."""
+    """Replaces gpu.streams.Device."""
 
-    def __init__(self, comm):
-        self._comm = comm
-        self.xp, self.nccl, self.kernels, self.stream = Namespace, Nccl(), Kernels(), Stream()
+    def __init__(self):
+        self.xp, self.nccl, self.launches = Namespace, Nccl(), LaunchOrder()
         self.index = self.ordered = self.synchronized = self.copied_down = 0
         self.inside = self.stuck = False
+        self.pages, self.kept_pages = [], 0  # of pinned memory; in how many arrays the last operation keeps it
+        self._add_stream()
+
+    def _add_stream(self):
+        self.kernels, self.stream = Kernels(), Stream()
+
+    def sibling(self):
+        made = copy.copy(self)
+        made._add_stream()
+        return made
 
     def use(self):
         pass
@@ -339,10 +387,11 @@ class Device:
         return StreamLease(self)
 
     def communicator(self, size, unique_id, rank):
-        return self.nccl.start(self._comm, unique_id)
+        return self.nccl.start(size, unique_id, rank, self.stream)
 
     def pinned(self, count):
-        return np.zeros(max(count, 1), np.uint8)
+        self.pages.append(np.zeros(max(count, 1), np.uint8))
+        return self.pages[-1]
 
     def to_host(self, source, target):
         assert self.inside

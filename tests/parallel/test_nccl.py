@@ -3,7 +3,9 @@
 The real thing: tests/gpu. Here `nccl` is what goes through NCCL's calls, `staged` what goes through the host.
 """
 
+import dataclasses
 import gc
+import itertools
 import weakref
 
 import ml_dtypes
@@ -16,7 +18,7 @@ from standin_gpu import DeviceArray, host, on_gpu
 
 import allred
 from allred import world
-from allred.comm import device_reduce
+from allred.comm import device_reduce, process_set
 from allred.comm.create import add_device, create, select_backend
 from allred.errors import InputError, MismatchError
 from allred.modes.match import Matcher
@@ -28,7 +30,7 @@ def connect(transport):
     size = MPI.COMM_WORLD.Get_size()
     name, _ = select_backend("auto", [0] * size, True, [True] * size)
     communicator = create(name, MPI.COMM_WORLD.Dup(), 30.0, [0] * size)
-    device = standin_gpu.Device(MPI.COMM_WORLD)
+    device = standin_gpu.Device()
     add_device(communicator, device, staged=transport == "staged")
     return communicator
 
@@ -340,44 +342,98 @@ def test_what_cannot_be_used_is_known_to_all(comm, monkeypatch):
         comm.allreduce(on_gpu(np.ones(3))).wait()
 
 
-def test_ranks_that_have_joined_are_left_out(monkeypatch):
-    if MPI.COMM_WORLD.Get_size() == 1:
-        return
+@pytest.fixture
+def everyone(rank, monkeypatch):
+    """All ranks of the running world, each with a GPU of its own; its process sets are on these."""
+    here, communicator = world.current(), connect("nccl")
+    standin_gpu.install(monkeypatch.setattr)
+    monkeypatch.setattr(standin_gpu.Data, "device_id", rank)
+    communicator.devices.device.index = rank
+    process_sets = dataclasses.replace(here.process_sets, everyone=communicator, made={})
+    monkeypatch.setattr(here, "communicator", communicator)
+    monkeypatch.setattr(here, "process_sets", process_sets)
+    here.queues.add(communicator.queue)
+    yield communicator
+    communicator.barrier().wait()
+    for each in process_sets.made.values():
+        each.close()
+    communicator.close()
+
+
+def test_a_group_of_calls_is_ended_after_an_error(monkeypatch, rank, size):
+    """Else all later calls of NCCL on this thread were in it."""
     monkeypatch.setattr(device_reduce, "adopt", standin_gpu.adopt)
+    monkeypatch.setattr("allred.watch.exit.stuck", lambda: None)
     comm = connect("nccl")
-    if comm.rank == 0:
-        while comm.join(0).wait() is None:
-            pass
-    else:
-        few = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Excl([0]))
-        subgroup = _check_without_rank_0(comm, few)
-        subgroup.barrier().wait()
-        subgroup.close()
-        few.Free()
-    comm.barrier().wait()
+
+    def broken(*_):
+        raise RuntimeError("an invalid argument")
+
+    monkeypatch.setattr(standin_gpu.Nccl, "broadcast", broken)
+    with pytest.raises(allred.errors.AllredError, match="NCCL's broadcast: an invalid argument"):
+        comm.allgather(on_gpu(np.ones(3))).wait()
+    assert standin_gpu.Nccl.open_groups == 0
+    MPI.COMM_WORLD.Barrier()
     comm.close()
 
 
-def _check_without_rank_0(comm, few):
-    """few: MPI communicator of the ranks that have not joined. Return allred's communicator of these ranks."""
+def test_a_process_set_has_the_gpu_that_was_chosen_in_init(everyone, rank, size):
+    """And a stream of its own, with its tables."""
+    members = allred.ProcessSet([max(0, size - 2), size - 1])
+    if members.included():
+        mean = allred.allreduce(on_gpu(np.full(3, rank, np.float32)), process_set=members)
+        np.testing.assert_array_equal(host(mean), np.full(3, sum(members.ranks) / 2, np.float32))
+        device = members.communicator().devices.device
+        assert device.index == rank
+        if size > 2:
+            assert device.stream is not everyone.devices.device.stream
+            assert device.kernels is not everyone.devices.device.kernels
 
-    def make_subgroup(ranks):
-        yield from ()
-        subgroup = create("mpi", few.Dup(), 30.0, [0] * len(ranks))
-        subgroup.ranks = tuple(ranks)
-        add_device(subgroup, standin_gpu.Device(few), staged=False)
-        return subgroup
 
-    comm.make_subgroup = make_subgroup
-    x = comm.allreduce(on_gpu(np.full(3, comm.rank, np.float32)), allred.Average).wait()
-    np.testing.assert_array_equal(host(x), np.full(3, sum(range(1, comm.size)) / (comm.size - 1), np.float32))
-    subgroup = comm.active
-    assert subgroup.ranks == tuple(range(1, comm.size))
-    for operation in (comm.alltoall, comm.reducescatter):
+def test_overlapping_communicators_launch_in_the_order_in_which_operations_were_started(everyone, rank, size):
+    """Negotiations end in another order on each rank: it waits in another order, and rank 0 starts first."""
+    communicators = [everyone, process_set.dedicated(range(size), "the second of all ranks")]
+    if size > 2:
+        pairs = [allred.ProcessSet(pair) for pair in itertools.combinations(range(size), 2)]
+        communicators += [pair.communicator() for pair in pairs if pair.included()]
+    for repetition in range(3):
+        if repetition and rank:
+            MPI.COMM_WORLD.Barrier()
+        works = [each.allreduce(on_gpu(np.full(5, rank, np.float32)), allred.Sum) for each in communicators]
+        if repetition and not rank:
+            MPI.COMM_WORLD.Barrier()
+        pairs = list(zip(works, communicators, strict=True))
+        for work, each in pairs if rank == size - 1 else pairs[::-1]:
+            np.testing.assert_array_equal(host(work.wait()), np.full(5, sum(each.ranks), np.float32))
+
+
+def test_an_operation_that_fails_gives_up_its_turn(everyone, rank, size):
+    other = process_set.dedicated(range(size), "another of all ranks")
+    locked = on_gpu(np.ones(3))
+    locked.flags.writeable = False
+    wrong = [everyone.allreduce(locked, in_place=True), everyone.allreduce(on_gpu(np.ones(3)), name=3)]
+    assert host(other.allreduce(on_gpu(np.ones(3)), allred.Sum).wait()).tolist() == [size] * 3
+    for work in wrong:
+        with pytest.raises(InputError):
+            work.wait()
+    assert everyone.devices.device.launches.first() is None
+
+
+def test_ranks_that_have_joined_are_left_out(everyone, rank, size):
+    if size == 1:
+        return
+    if rank == 0:
+        while everyone.join(0).wait() is None:
+            pass
+        return
+    x = everyone.allreduce(on_gpu(np.full(3, rank, np.float32)), allred.Average).wait()
+    np.testing.assert_array_equal(host(x), np.full(3, sum(range(1, size)) / (size - 1), np.float32))
+    assert everyone.active.ranks == tuple(range(1, size))
+    assert everyone.active.devices.device is everyone.devices.device, "its operations are those of all ranks"
+    for operation in (everyone.alltoall, everyone.reducescatter):
         with pytest.raises(InputError, match="some rows are for rank 0, which joined before"):
-            operation(on_gpu(np.ones(comm.size, np.float32))).wait()
-    comm.join(1).wait()
-    return subgroup
+            operation(on_gpu(np.ones(size, np.float32))).wait()
+    everyone.join(1).wait()
 
 
 class Model:
