@@ -183,6 +183,29 @@ def test_a_group_that_comes_again_is_not_looked_through_again(comm, monkeypatch)
         assert (len(looked) == 0) == (packed and all(array.flags.c_contiguous for array in group))
 
 
+@pytest.mark.parametrize("weight", [None, 1.0])
+@pytest.mark.parametrize("differing", [False, True])
+def test_arrays_without_gaps_are_reduced_as_they_lie_in_memory(comm, monkeypatch, differing, weight):
+    """In torch's format channels_last, and in columns. If a rank has another format, all reduce in C order."""
+    copied = []
+    monkeypatch.setattr(standin_gpu.Pointed, "flatten", lambda x, *a: copied.append(1) or np.ndarray.flatten(x, *a))
+    values = np.random.default_rng(0).normal(size=(3, 4, 5, 2)).astype(np.float32)
+    last = on_gpu(np.ascontiguousarray(values.transpose(0, 2, 3, 1))).transpose(0, 3, 1, 2)
+    if differing and comm.rank == 0:
+        last = on_gpu(values)
+    group = [last, on_gpu(np.asfortranarray(values[0, 0])), on_gpu(values[0])]
+    for _ in range(2):
+        copied.clear()
+        for array, value in zip(group, (values, values[0, 0], values[0]), strict=True):
+            array[...] = value * (comm.rank + 1)
+        for some in (group, group[:1]):
+            comm.gpu.weighted_allreduce_(some, allred.Sum, "", allred.Compression.none, weight).wait()
+        total = sum(range(1, comm.size + 1))
+        for array, value, size in zip(group, (values, values[0, 0], values[0]), (comm.size, 1, 1), strict=True):
+            np.testing.assert_allclose(host(array), value * total * size, rtol=1e-5)
+        assert bool(copied) == (differing and comm.size > 1)
+
+
 def test_a_group_that_comes_again_is_looked_at_before_the_ranks_agree(comm, monkeypatch):
     """Behind that nobody would hear of what is wrong with it."""
     looked, wanted = [], device_reduce.ReduceRequest(allred.Sum, "", allred.Compression.none, in_place=True)
@@ -379,10 +402,10 @@ def test_a_group_of_calls_is_ended_after_an_error(monkeypatch, rank, size):
 
 def test_a_process_set_has_the_gpu_that_was_chosen_in_init(everyone, rank, size):
     """And a stream of its own, with its tables."""
-    members = allred.ProcessSet([max(0, size - 2), size - 1])
+    members = allred.ProcessSet({max(0, size - 2), size - 1})
     if members.included():
         mean = allred.allreduce(on_gpu(np.full(3, rank, np.float32)), process_set=members)
-        np.testing.assert_array_equal(host(mean), np.full(3, sum(members.ranks) / 2, np.float32))
+        np.testing.assert_array_equal(host(mean), np.full(3, np.mean(members.ranks), np.float32))
         device = members.communicator().devices.device
         assert device.index == rank
         if size > 2:
@@ -390,21 +413,33 @@ def test_a_process_set_has_the_gpu_that_was_chosen_in_init(everyone, rank, size)
             assert device.kernels is not everyone.devices.device.kernels
 
 
-def test_overlapping_communicators_launch_in_the_order_in_which_operations_were_started(everyone, rank, size):
-    """Negotiations end in another order on each rank: it waits in another order, and rank 0 starts first."""
+def test_overlapping_communicators_launch_in_the_order_in_which_operations_were_started(
+    everyone, rank, size, monkeypatch
+):
+    """Also where negotiations end in another order, as on rank 0: it starts first and waits for the last one first."""
     communicators = [everyone, process_set.dedicated(range(size), "the second of all ranks")]
     if size > 2:
         pairs = [allred.ProcessSet(pair) for pair in itertools.combinations(range(size), 2)]
         communicators += [pair.communicator() for pair in pairs if pair.included()]
-    for repetition in range(3):
-        if repetition and rank:
+
+    def start():
+        return [each.allreduce(on_gpu(np.full(5, rank, np.float32)), allred.Sum) for each in communicators]
+
+    for work, each in zip(start(), communicators, strict=True):
+        np.testing.assert_array_equal(host(work.wait()), np.full(5, sum(each.ranks), np.float32))
+    launched = []
+    with monkeypatch.context() as recorded:
+        recorded.setattr(standin_gpu.Nccl, "allReduce", lambda self, *arguments: launched.append(arguments[-1]))
+        if rank:
             MPI.COMM_WORLD.Barrier()
-        works = [each.allreduce(on_gpu(np.full(5, rank, np.float32)), allred.Sum) for each in communicators]
-        if repetition and not rank:
+        works = start()
+        if not rank:
             MPI.COMM_WORLD.Barrier()
-        pairs = list(zip(works, communicators, strict=True))
-        for work, each in pairs if rank == size - 1 else pairs[::-1]:
-            np.testing.assert_array_equal(host(work.wait()), np.full(5, sum(each.ranks), np.float32))
+        MPI.COMM_WORLD.Barrier()
+        for work in works[::-1] if rank == 0 else works:
+            work.wait()
+        MPI.COMM_WORLD.Barrier()
+    assert launched == [each.devices.device.stream.ptr for each in communicators]
 
 
 def test_an_operation_that_fails_gives_up_its_turn(everyone, rank, size):
