@@ -12,6 +12,7 @@ from fake_cupy import Array, Stream, stack
 from allred.errors import InputError
 from allred.gpu import device_arrays, streams
 from allred.gpu.device_arrays import compute
+from allred.gpu.launch_order import LaunchOrder
 from allred.gpu.streams import GpuBinding
 
 
@@ -132,6 +133,20 @@ def test_each_thread_that_takes_a_stream_uses_the_gpu_of_the_rank(cupy, monkeypa
         thread.start()
         thread.join()
     assert used == [3] * 5
+
+
+def test_turns_come_in_the_order_in_which_they_were_taken():
+    order, void = LaunchOrder(), []
+    first, second, third, last = (order.take(lambda: void) if i == 1 else order.take(bool) for i in range(4))
+    assert [turn.has_come() for turn in (first, second, third, last)] == [True, False, False, False]
+    third.end()
+    assert first.has_come()
+    first.end()
+    assert [turn.has_come() for turn in (second, last)] == [True, False]
+    void.append("its communicator cannot be used any more")
+    assert last.has_come()
+    last.end()
+    assert order.first() is None
 
 
 class Foreign:

@@ -146,12 +146,15 @@ def test_an_error_of_cuda_ends_the_operation(guard, monkeypatch):
     end = End()
     work = guard.watch(end, "allreduce 'w'")
     monkeypatch.setattr(end, "done", raising)
+    monkeypatch.setattr(end, "order", raising)
+    monkeypatch.setattr(end, "synchronize", raising)
     guard.check_running(time.monotonic())
     assert guard._communicator.aborted == 1
     assert "allreduce 'w': RuntimeError: cudaErrorIllegalAddress" in str(guard.failure)
-    guard.failure = None
-    with pytest.raises(AllredError, match="cudaErrorIllegalAddress"):
-        work.done()
+    for call in (work.done, work.order, work.synchronize):
+        guard.failure = None
+        with pytest.raises(AllredError, match="cudaErrorIllegalAddress"):
+            call()
 
 
 def raising():

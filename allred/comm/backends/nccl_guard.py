@@ -18,13 +18,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from allred import log, world
 from allred.comm.work import WorkQueue
 from allred.errors import AllredError, CollectiveTimeout
 from allred.gpu.streams import Completion
 from allred.watch import exit as exit_protocol
+
+T = TypeVar("T")
 
 CHECK_INTERVAL_S = 0.05
 GRACE_S = 1.0  # for the watcher's verdict, after an error of NCCL
@@ -194,17 +196,21 @@ class Guarded(Completion):
 
     def order(self) -> None:
         self._guard.check()
-        self._end.order()
+        self._checked(self._end.order)
 
     def done(self) -> bool:
         self._guard.check()
+        return self._checked(self._end.done)
+
+    def synchronize(self) -> None:
+        self._checked(self._end.synchronize)
+        self._guard.check()
+
+    def _checked(self, call: Callable[[], T]) -> T:
+        """Call a function of CUDA; its error is one of the guard too."""
         try:
-            return self._end.done()
+            return call()
         except Exception as error:
             self._guard.fail(f"{type(error).__name__}: {error}")
             self._guard.check()
             raise
-
-    def synchronize(self) -> None:
-        self._end.synchronize()
-        self._guard.check()
