@@ -111,11 +111,11 @@ class Work(Generic[T]):
     Example: `work = allred.allreduce_async(x)`, then `y = work.wait()`.
     """
 
-    def __init__(self, queue: "WorkQueue", title: str, steps: Steps[T], turn: LaunchTurn | None = None) -> None:
+    def __init__(self, queue: "WorkQueue", title: str, steps: Steps[T]) -> None:
         self.title = title
         self.place = ""  # the line that started it, such as "train.py:87", if known
         self.described: tuple[Callable[[], OpDescriptor], Callable[[], int]] | None = None  # descriptor and number
-        self.turn = turn  # of an operation on device arrays: when it may be launched
+        self.turn: LaunchTurn | None = None  # of an operation on device arrays: when it may be launched
         self.end: Completion | None = None  # of an operation on device arrays; it may still run on the GPU
         self.noted: Operation | None = None  # its record in the timeline
         self.ranks = 0  # when it is complete: how many ranks took part, without those that have joined
@@ -223,7 +223,8 @@ class WorkQueue:
     def start(self, title: str, steps: Steps[T], turn: LaunchTurn | None = None) -> Work[T]:
         """Start an operation, which runs after all those before it. turn: of an operation on device arrays."""
         with self._exclusive():
-            work = Work(self, title, steps, turn)
+            work = Work(self, title, steps)
+            work.turn = turn
             if self.track is not None:
                 work.noted = Operation(title)
             self._works.append(work)
