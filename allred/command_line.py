@@ -25,7 +25,7 @@ def launched_rank() -> int:
 
 
 def first_rank() -> bool:
-    """Return whether this process is rank 0, as `launched_rank`."""
+    """Return whether launched_rank() is 0."""
     return launched_rank() == 0
 
 

@@ -12,6 +12,7 @@ import dataclasses
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from allred import arena, detached, log, native, world
@@ -57,7 +58,8 @@ def init(
     Without mpirun this process is the only rank. Under torchrun it is a ConfigError: call
     `torch.distributed.init_process_group("allred")` instead, which calls init.
 
-    comm: an mpi4py intracommunicator; init uses a duplicate of it. Default: MPI.COMM_WORLD.
+    comm: an mpi4py intracommunicator; init uses a duplicate of it. Or a list of ranks of MPI.COMM_WORLD, which all call
+    init. Default: MPI.COMM_WORLD.
     The other arguments override the variables ALLRED_MODE, ALLRED_BACKEND and so on; see `allred.config.Config`.
 
     Raises ConfigError, with the same text on every rank, if a setting is unknown, cannot be used, or differs between
@@ -187,10 +189,15 @@ def _duplicate(comm: Any, lifeline: int) -> tuple[Any, str]:
     """Start MPI. Return (a communicator for allred alone, the name of the MPI); (None, "no MPI") without MPI."""
     MPI, ours = mpi.load()  # noqa: N806  (mpi4py's spelling)
     if MPI is None:
+        if isinstance(comm, Sequence) and list(comm) != [0]:
+            raise InputError(f"init(comm={comm!r}): there is one rank, 0, because no MPI could be loaded")
         return None, "no MPI"
     exit_protocol.take_over(MPI, finalizes=ours, lifeline=lifeline)
+    is_list = isinstance(comm, Sequence) and not isinstance(comm, str)
+    if is_list:
+        comm = _communicator_of(MPI.COMM_WORLD, comm)
     if comm is not None and (not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL):
-        raise InputError(f"init(comm=...) takes an mpi4py intracommunicator, got {comm!r}")
+        raise InputError(f"init(comm=...) takes an mpi4py intracommunicator or a list of ranks, got {comm!r}")
     library = mpi.library_name(MPI.Get_library_version())
     if MPI.COMM_WORLD.Get_size() == 1:
         shm_files.delete_own()
@@ -199,6 +206,8 @@ def _duplicate(comm: Any, lifeline: int) -> tuple[Any, str]:
     duplicate, request = (MPI.COMM_WORLD if comm is None else comm).Idup()
     while not request.Test():
         os.sched_yield()
+    if is_list:
+        comm.Free()
     return duplicate, library
 
 
@@ -309,6 +318,17 @@ def _connect_servers_and_clients(
         here.client_group = ClientGroup(duplicate.Dup(), rank, cluster.tasks, plan.clients, plan.config)
         if rank >= workers.stop:
             atexit.register(_leave_workers)
+
+
+def _communicator_of(everyone: Any, ranks: Sequence[int]) -> Any:
+    """Create a communicator of some ranks of MPI.COMM_WORLD. Collective among them."""
+    number, size = everyone.Get_rank(), everyone.Get_size()
+    if number not in ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(size)):
+        raise InputError(
+            f"init(comm={list(ranks)}) was called on rank {number} of {size}; expected a list of different ranks from "
+            f"0 to {size - 1} that contains this one"
+        )
+    return everyone.Create_group(everyone.Get_group().Incl(ranks))
 
 
 def _start_watchers(plan: _Decisions, facts: list[_Facts], control: Communicator, cluster: Cluster) -> None:

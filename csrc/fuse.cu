@@ -1,6 +1,6 @@
 /*
  * Tensor fusion on a GPU: one launch packs all tensors of a bucket into its buffer, one unpacks. allred/gpu/kernels.py
- * compiles this with NVRTC; `make cuda` with nvcc; the unit tests as plain C, where a launch is a loop (EMULATED).
+ * and `make cuda` compile this with NVRTC; the unit tests as plain C, where a launch is a loop (EMULATED).
  *
  *   piece   a tensor: its address, its start in the buffer, its number of elements (of bytes, for copies)
  *   tile    TILE elements of a piece: the work of one block. A large tensor has many tiles, a small one wastes little

@@ -25,15 +25,18 @@ from allred.bench import measure, verify
 
 TENSORS = 1000
 _FIRST_STEPS = 3
+_TOLERANCE = 1e-4  # of the largest parameter
 Record = dict[str, Any]
 Calls = dict[str, Callable[[], object]]
 
 
 def interfaces() -> dict[str, Any]:
-    """Return the modules that have Horovod's interface, by name."""
+    """Return the modules with Horovod's interface, by name: that of allred, and Horovod if it is installed."""
     found = {"allred.torch": allred_torch}
     if importlib.util.find_spec("horovod") is not None:
-        found["horovod"] = importlib.import_module("horovod.torch")
+        horovod = importlib.import_module("horovod.torch")
+        if horovod.init is not allred_torch.init:  # it is not that of allred.compat.horovod
+            found["horovod"] = horovod
     for each in found.values():
         each.init()
     return found
@@ -42,20 +45,29 @@ def interfaces() -> dict[str, Any]:
 def measure_steps(
     modules: dict[str, Any], make: Callable[[], Any], data: tuple[Any, Any], seconds: float, comm: Any
 ) -> dict[str, measure.CallTimes]:
-    """Time a training step with each interface. Each takes each model once: where the memory of a model lies makes a
-    difference of several percent."""
+    """Time a training step with each interface. Every interface is timed with every copy of the model, because its
+    place in memory changes times by several percent."""
     torch.manual_seed(0)
     models = [make()]
     models += [copy.deepcopy(models[0]) for _ in modules]
     found: dict[str, measure.CallTimes] = {}
     for turn in range(len(models)):
         calls = _step_calls(modules, [*models[turn:], *models[:turn]], data)
+        _verify(models, comm)
         for name, times in measure.interleave(calls, comm, seconds / len(models)).items():
             before = found[name].seconds if name in found else np.empty(0)
             found[name] = dataclasses.replace(times, seconds=np.concatenate([before, times.seconds]))
         del calls
         gc.collect()  # the hooks of the optimizers
     return found
+
+
+def _verify(models: list[Any], comm: Any) -> None:
+    """Compare the parameters of the models, which have made the same steps, on all ranks."""
+    vectors = [torch.cat([each.detach().reshape(-1) for each in model.parameters()]) for model in models]
+    off = max(float((each - vectors[0]).abs().max()) for each in vectors)
+    problem = f"the parameters differ by {off:g}" if off > _TOLERANCE * float(vectors[0].abs().max()) else ""
+    verify.raise_if_any("torch: steps with each interface", problem, comm)
 
 
 def _step_calls(modules: dict[str, Any], models: list[Any], data: tuple[Any, Any]) -> Calls:

@@ -13,12 +13,12 @@ from pathlib import Path
 
 DIRECTORY = str(Path(__file__).with_name("horovod") / "packages")
 VERSION = "0.28.1"  # of Horovod, whose names the packages have
-_ENDING = os.path.join("", "allred", "compat", "horovod", "packages")  # of DIRECTORY, also of another installed allred
+_SUFFIX = os.path.join("", "allred", "compat", "horovod", "packages")  # of DIRECTORY in any installation of allred
 
 
 def find_installed() -> str:
     """Return the version and the directory of an installed Horovod; "" if there is none."""
-    spec = PathFinder.find_spec("horovod", [path for path in sys.path if not path.endswith(_ENDING)])
+    spec = PathFinder.find_spec("horovod", [path for path in sys.path if not path.endswith(_SUFFIX)])
     # A directory without __init__.py has no origin: it is not Horovod.
     where = f" ({os.path.dirname(spec.origin)})" if spec is not None and spec.origin is not None else ""
     try:
@@ -50,7 +50,7 @@ def python_path(environ: Mapping[str, str]) -> str:
     >>> python_path({"PYTHONPATH": "/home/me/lib"}).split(":")[0]
     '/home/me/lib'
     """
-    paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path and not path.endswith(_ENDING)]
+    paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path and not path.endswith(_SUFFIX)]
     return os.pathsep.join([*paths, DIRECTORY])
 
 

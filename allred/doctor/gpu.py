@@ -73,11 +73,13 @@ def nccl_version(number: int) -> str:
 
 
 def diagnose(ranks: list[RankFacts[GpuFacts]]) -> list[Finding]:
-    cupy = _diagnose_cupy(ranks)
-    if cupy.verdict != OK:
-        return [cupy]
-    found = compare(ranks, lambda facts: nccl_version(facts.nccl) if facts.nccl else "not included in this cupy")
-    findings = [cupy, Finding(OK if all(rank.facts.nccl for rank in ranks) else NOTE, "NCCL", found)]
+    usable = _diagnose_cupy(ranks)
+    if usable.verdict != OK:
+        return [usable]
+    found = compare(ranks, lambda facts: nccl_version(facts.nccl) if facts.nccl else "cupy cannot load it")
+    missing = [rank.facts for rank in ranks if not rank.facts.nccl]
+    remedy = f"pip install nvidia-nccl-cu{missing[0].cuda_runtime // 1000}" if missing else ""
+    findings = [usable, Finding(NOTE if missing else OK, "NCCL", found, remedy)]
     for host, there in by_host(ranks).items():
         devices = len(there[0].facts.devices)
         if len(there) > devices:

@@ -89,6 +89,7 @@ def main(job: str, address: str) -> None:
     try:
         host, port = parse_address(address)
         connection, lifeline = open_job(job), open_job(job)
+        connection.snapshot(states=False)  # the watcher closes a connection without a first message
         registry = CollectorRegistry(auto_describe=False)
         until = time.monotonic() + BIND_S
         while True:

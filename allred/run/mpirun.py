@@ -12,9 +12,9 @@ from allred.launcher_variables import without_launcher
 from allred.run import host_list
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-# Open MPI's mpirun forwards its own variables only to other hosts.
-_OF_PYTHON = ("PYTHON", "VIRTUAL_ENV", "PATH", "LD_LIBRARY_PATH")
-_FORWARDED = ("ALLRED_", "HOROVOD_", *_OF_PYTHON, "CUDA_VISIBLE_DEVICES", "NCCL_", *_THREADS)
+# Open MPI's mpirun forwards only its own variables to other hosts.
+_PATHS = ("PYTHON", "VIRTUAL_ENV", "PATH", "LD_LIBRARY_PATH")
+_FORWARDED = ("ALLRED_", "HOROVOD_", *_PATHS, "CUDA_VISIBLE_DEVICES", "NCCL_", *_THREADS)
 
 _OF_SHELL = ("PWD", "OLDPWD", "SHLVL", "_")
 

@@ -8,17 +8,18 @@
 5  a new size, from `allred resize` or a changed host file: the session is asked to stop, and the job starts again
 """
 
+import contextlib
 import dataclasses
 import os
 import secrets
 import selectors
-import shutil
 import signal
 import socket
 import sys
 import time
 import types
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from allred.channel import Channel, Listener, Message, dispatch
 from allred.errors import AllredError, ConfigError
@@ -59,6 +60,14 @@ class JobOptions:
     find_hosts: Callable[[], HostList]
     watches_hosts: bool
     forwards_all: bool = False
+
+
+def delete_commits(directory: str) -> None:
+    """Delete the commits of a program with hvd.elastic (allred/torch/elastic), and the directory if nothing is left."""
+    for path in [*Path(directory).glob("run-*.pt"), *Path(directory).glob("run-*.tmp")]:
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        os.rmdir(directory)
 
 
 def say(text: str) -> None:
@@ -154,7 +163,7 @@ class Runner:
             if end.code or self._stops:
                 say(f"ALLRED_ELASTIC_DIR={self._commits} continues from the last commit")
             else:
-                shutil.rmtree(self._commits, ignore_errors=True)
+                delete_commits(self._commits)
         return end.code
 
     def _start(self, assigned: dict[str, int], listening: tuple[str, int, str]) -> End:

@@ -42,8 +42,9 @@ def refusal(parameters: dict[str, torch.Tensor], op: ReduceOp) -> str:
     if op is not ReduceOp.SUM:
         cause = f"scaler: '{mixed[0]}' was divided by the scale already"
     return (
-        f"{cause}, and a later backward() has added a gradient of each rank; pass accumulate=2 to allred.distributed, "
-        "use opt.allred.no_sync() for all but the last backward(), or call opt.zero_grad() in between"
+        f"{cause}, and a later backward() has added a gradient of each rank; pass accumulate=2 to allred.distributed "
+        "(backward_passes_per_step=2 to hvd.DistributedOptimizer), use opt.allred.no_sync() for all but the last "
+        "backward(), or call opt.zero_grad() in between"
     )
 
 

@@ -123,8 +123,9 @@ def scrape(port):
 def test_the_metrics_end_with_the_job(tmp_path):
     port = free_port()
     with Job(tmp_path, 2, "slow", ALLRED_METRICS=str(port), ALLRED_JOB="measured") as job:
-        first = scrape(port)
         time.sleep(7)  # longer than the watcher keeps a connection that sends nothing
+        first = scrape(port)
+        time.sleep(0.5)
         second = scrape(port)
     assert "allred_ranks 2.0" in first
     assert 'allred_delay_seconds_total{late="1",rank="0"}' in second

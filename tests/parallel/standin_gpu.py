@@ -1,23 +1,24 @@
 """A stand-in for a GPU, cupy and NCCL, for the tests on machines without: numpy arrays that say they are on a device.
 
-It stands in for the thin calls alone (Device, its kernels, NCCL's communicator, adopt); all decisions are the library's
-own. NCCL's functions are done at once, with plain MPI over a communicator of its own, which is what ranks need that
-really have to meet: ranks that launch operations in different orders get an error. What cannot be stood in for:
-converting cupy's arrays to numpy raises, converting these does not. The real thing is tested by tests/gpu.
+It stands in for the thin calls alone (cupy's functions, streams and events, the kernels of fuse.cu, NCCL's
+communicator, adopt); all decisions are the library's own. NCCL's functions are done at once, with plain MPI over a
+communicator of its own, which is what ranks need that really have to meet. cuda_stand_in.py checks that work on streams
+has the order that it needs. What cannot be stood in for: converting cupy's arrays to numpy raises, converting these
+does not. The real thing is tested by tests/gpu; tests/cuda holds the calls against the real cupy.
 """
 
-import contextlib
 import copy
 import ctypes
 import itertools
-import time
+import sys
+from unittest import mock
 
+import cuda_stand_in as cuda
 import numpy as np
 from mpi4py import MPI
 
 from allred.comm import device_reduce
-from allred.gpu import device_arrays, kernels
-from allred.gpu.launch_order import LaunchOrder
+from allred.gpu import device_arrays, kernels, streams
 from allred.modes.detect import finite
 
 
@@ -27,6 +28,10 @@ class DeviceArray(np.ndarray):
     @property
     def __cuda_array_interface__(self):
         return {**self.__array_interface__, "data": (self.ctypes.data, not self.flags.writeable), "version": 3}
+
+    def __setitem__(self, where, value):
+        cuda.use_array(self, True, "an assignment by the caller")
+        super().__setitem__(where, value)
 
 
 class Tensor:
@@ -49,22 +54,27 @@ class Tensor:
 
 def on_gpu(value):
     """A copy of a host array as one on the GPU; its memory is kept in the same layout."""
-    return np.array(value, order="K").view(DeviceArray)
+    made = np.array(value, order="K").view(DeviceArray)
+    cuda.use_array(made, True, "the caller's computation")
+    return made
 
 
 def host(value):
     """The values of an array on the stand-in GPU."""
-    return value.array if isinstance(value, Tensor) else np.asarray(value)
+    array = value.array if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor | DeviceArray):
+        cuda.use_array(array, False, "the caller's computation")
+    return np.asarray(array)
 
 
 def adopt(value):
     """Replaces device_arrays.adopt for stand-in arrays."""
-    array, kind = (value.array, Tensor) if isinstance(value, Tensor) else (value, on_gpu)
-    bare = array.view(Pointed)
+    array, kind = (value.array, Tensor) if isinstance(value, Tensor) else (value, lambda made: made.view(DeviceArray))
+    bare = cuda.allocated(array.view(Pointed))
     if array.dtype.name == "bfloat16":
         bare = bare.view(np.uint16)
     return device_arrays.Adopted(
-        bare, array.dtype, array.flags.writeable, lambda made, dtype: kind(host(made).view(dtype))
+        bare, array.dtype, array.flags.writeable, lambda made, dtype: kind(np.asarray(made).view(dtype))
     )
 
 
@@ -83,15 +93,15 @@ def zeros(like, shape, dtype):
 
 def install(put):
     """Where the library asks for what only a GPU has, this answers. put: setattr, or a test's own."""
-    scan = Kernels()
+    scan = kernels.Kernels(Namespace)
     for module in (device_arrays, device_reduce):
         put(module, "adopt", adopt)
     put(device_reduce, "layouts", layouts)
     put(device_arrays, "zeros", zeros)
-    put(device_arrays, "current_stream", lambda value: CALLER)
+    put(device_arrays, "current_stream", lambda value: cuda.current())
     put(device_arrays, "layouts", layouts)
     put(device_arrays, "squares_on_gpu", lambda parts: sum(map(squares, parts)))
-    put(finite, "exceeds_on_gpu", lambda parts, *a: bool(scan.exceeds(list(map(host, parts)), *a)))
+    put(finite, "exceeds_on_gpu", lambda parts, *a: bool(scan.exceeds([adopt(part).flat() for part in parts], *a)))
 
 
 def squares(part):
@@ -101,14 +111,65 @@ def squares(part):
 
 
 class Pointed(np.ndarray):
-    """What allred works on: numpy with cupy's `data.ptr`, and its `get`."""
+    """What allred works on: numpy with cupy's `data.ptr`, and its `get` and `set`. Work on it is noted."""
 
     @property
     def data(self):
         return Data(self.ctypes.data)
 
-    def get(self):
-        return np.array(self)
+    def get(self, stream=None, order="C", out=None, blocking=True):
+        cuda.use_array(self, False, "get", stream)
+        if out is None:
+            return np.array(self)
+        cuda.gpu.copied_down += 1
+        out[...] = self
+        return out
+
+    def set(self, arr, stream=None):
+        cuda.use_array(self, True, "set", stream)
+        _plain(self)[...] = arr
+
+    def __setitem__(self, where, value):
+        if isinstance(value, Pointed):
+            cuda.use_array(value, False, "a copy")
+        cuda.use_array(self[where] if where is not Ellipsis else self, True, "a copy")
+        super().__setitem__(where, value)
+
+    def __array_ufunc__(self, ufunc, method, *inputs, out=None, **more):
+        for array in inputs:
+            if isinstance(array, Pointed):
+                cuda.use_array(array, False, ufunc.__name__)
+        for array in out or ():
+            cuda.use_array(array, True, ufunc.__name__)
+            more["out"] = array.view(np.ndarray)
+        made = getattr(ufunc, method)(*map(_plain, inputs), **more)
+        if out:
+            return out[0]
+        return _made(made, ufunc.__name__) if isinstance(made, np.ndarray) else made
+
+    def astype(self, dtype, order="K", *, copy=True):
+        cuda.use_array(self, False, "astype")
+        return _made(_plain(self).astype(dtype, order, copy=copy), "astype")
+
+    def copy(self, order="C"):
+        cuda.use_array(self, False, "copy")
+        return _made(_plain(self).copy(order), "copy")
+
+    def flatten(self, order="C"):
+        return self.copy().reshape(-1)
+
+    def fill(self, value):
+        self[...] = value
+
+
+def _plain(array):
+    return array.view(np.ndarray) if isinstance(array, Pointed) else array
+
+
+def _made(array, title):
+    array = array.view(Pointed)
+    cuda.use_array(array, True, title)
+    return array
 
 
 class Data:
@@ -121,134 +182,128 @@ class Data:
 class Namespace:
     """As much of cupy as is used."""
 
-    isnan, divide, copyto, zeros_like, empty_like = np.isnan, np.divide, np.copyto, np.zeros_like, np.empty_like
+    isnan, divide = np.isnan, np.divide
     __version__ = "0"
 
     @staticmethod
-    def concatenate(parts):
-        return np.concatenate(parts).view(Pointed)
-
-    class cuda:  # noqa: N801
-        class Device:
-            def synchronize(self):
-                pass
-
-        class runtime:  # noqa: N801
-            @staticmethod
-            def getDeviceProperties(index):  # noqa: N802
-                return {"name": b"stand-in"}
+    def concatenate(tup):
+        return np.concatenate(tup).view(Pointed)
 
     @staticmethod
-    def where(condition, one, other):
-        return np.where(condition, one, other).view(Pointed)
+    def copyto(dst, src):
+        dst[...] = src
 
     @staticmethod
-    def asarray(value, dtype=None):
-        return np.asarray(value, dtype).view(Pointed)
+    def where(condition, x, y):
+        for array in (condition, x, y):
+            cuda.use_array(array, False, "where")
+        return _made(np.where(*map(_plain, (condition, x, y))), "where")
+
+    @staticmethod
+    def asarray(a, dtype=None):
+        return _made(np.array(a, dtype), "asarray")
 
     @staticmethod
     def zeros(shape, dtype):
-        return np.zeros(shape, dtype).view(Pointed)
+        return _made(np.zeros(shape, dtype), "zeros")
 
     @staticmethod
     def empty(shape, dtype):
         """With what nobody should see."""
         array = np.empty(shape, dtype)
         array.reshape(-1).view(np.uint8)[:] = 0xA5
-        return array.view(Pointed)
+        return cuda.allocated(array.view(Pointed))
+
+    @staticmethod
+    def empty_like(prototype):
+        return Namespace.empty(prototype.shape, prototype.dtype)
+
+    @staticmethod
+    def zeros_like(a):
+        return Namespace.zeros(a.shape, a.dtype)
+
+    class RawModule:
+        """fuse.cu."""
+
+        def __init__(self, code, *, options=()):
+            assert code == kernels.SOURCE.read_text()
+
+        def get_function(self, name):
+            direction, _, name = name.partition("_")
+            return lambda grid, block, args: FUSE[direction](name, *args)
+
+    class cuda:  # noqa: N801
+        Stream, Event, get_current_stream = cuda.Stream, cuda.Event, cuda.current
+        alloc_pinned_memory = bytearray
+
+        class Device:
+            def __init__(self, device=0):
+                pass
+
+            def use(self):
+                pass
+
+            def synchronize(self):
+                cuda.synchronize()
+
+        class runtime:  # noqa: N801
+            @staticmethod
+            def getDeviceProperties(device):  # noqa: N802
+                return {"name": b"stand-in"}
+
+            @staticmethod
+            def eventQuery(event):  # noqa: N802
+                return 0 if cuda.Event.at(event).done else 600  # cudaErrorNotReady
 
 
-class Completion:
-    def __init__(self, device):
-        self._device = device
-
-    def order(self):
-        self._device.ordered += 1
-
-    def done(self):
-        return not self._device.stuck
-
-    def synchronize(self):
-        self._device.synchronized += 1
-
-
-def arrays_in(kept):
-    """The host arrays in nested tuples and lists."""
-    if isinstance(kept, (tuple, list)):
-        return [one for each in kept for one in arrays_in(each)]
-    return [kept] if type(kept) is np.ndarray else []
-
-
-class StreamLease:
-    def __init__(self, device):
-        self._device = device
-
-    @contextlib.contextmanager
-    def enter(self):
-        assert not self._device.inside, "two operations on the stream at once, or one that waits inside"
-        self._device.inside = True
-        try:
-            yield self._device.stream
-        finally:
-            self._device.inside = False
-
-    def empty(self, wanted):
-        assert not self._device.inside, "results are the caller's stream's memory"
-        return [Namespace.empty(shape, dtype) for shape, dtype in wanted]
-
-    def end(self, kept):
-        pages = self._device.pages
-        self._device.kept_pages = sum(any(np.shares_memory(one, page) for page in pages) for one in arrays_in(kept))
-        return Completion(self._device)
-
-
-class Stream:
-    numbers = itertools.count(7)
-
-    def __init__(self):
-        self.ptr = next(self.numbers)
-
-    def synchronize(self):
-        pass
-
-
-CALLER = Stream()
-MEETING_S = 5.0  # for ranks to launch the same operation
 FACTORED = ("float16", "bfloat16", "float32", "float64")
 
 
-class Kernels(kernels.Kernels):
-    """What fuse.cu does, in numpy, where the tables say; tests/unit/test_fuse_cu.py holds fuse.cu against numpy."""
+def _parts(pieces, tiles, dtype, title, writes, buffer=None):
+    """Each tensor, by its address alone, and its part of the buffer. What fuse.cu does, in numpy, where the tables say;
+    tests/unit/test_fuse_cu.py holds fuse.cu against numpy."""
+    for table in (pieces, tiles):
+        cuda.use_array(table, False, title)
+    if buffer is not None:
+        cuda.use_array(buffer, not writes, title)
+    for address, start, count in _plain(pieces).tolist():
+        if count:
+            cuda.use(address, count * dtype.itemsize, writes, title)
+            memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+            yield np.frombuffer(memory, dtype), None if buffer is None else _plain(buffer)[start : start + count]
 
-    def __init__(self):
-        super().__init__(Namespace)
 
-    def pack(self, table, name, buffer, factor):
-        for part, there in self._parts(table, name, buffer):
-            if factor is not None:
-                assert name in FACTORED, f"fuse.cu has no pack_{name}"
-                part = widened(part, name) * buffer.dtype.type(factor) if factor else 0
-            there[...] = part
+def _pack(name, pieces, tiles, buffer, factor=None):
+    if name == "bytes":
+        return _pack_bytes(pieces, tiles, buffer)
+    assert name in FACTORED, f"fuse.cu has no pack_{name}"
+    for part, there in _parts(pieces, tiles, device_arrays.storage_dtype(name), "pack", False, buffer):
+        there[...] = widened(part, name) * buffer.dtype.type(factor) if factor else 0
 
-    def unpack(self, buffer, table, name, divisor):
-        for part, held in self._parts(table, name, buffer):
-            assert divisor is None or name in FACTORED, f"fuse.cu has no unpack_{name}"
-            part[...] = held if divisor is None else narrowed(held / held.dtype.type(divisor), name)
 
-    def _parts(self, table, name, buffer):
-        """Each tensor, by its address alone, and its part of the buffer."""
-        assert table.itemsize == buffer.itemsize
-        dtype = device_arrays.storage_dtype(name)
-        for address, start, count in zip(table.addresses, table.offsets, table.counts, strict=False):
-            if count:
-                memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
-                yield np.frombuffer(memory, dtype), buffer[start : start + count]
+def _pack_bytes(pieces, tiles, buffer):
+    for part, there in _parts(pieces, tiles, np.dtype(np.uint8), "pack", False, buffer.view(np.uint8)):
+        there[...] = part
 
-    def exceeds(self, parts, element_bytes, limit):
-        bits = [part.view(f"u{element_bytes}") for part in parts]
-        upper = [(each >> 32).astype(np.uint32) if element_bytes == 8 else each for each in bits]
-        mask = 0x7FFF if element_bytes == 2 else 0x7FFFFFFF
-        return np.array([any(((each & mask) > limit).any() for each in upper)], np.uint32)
+
+def _unpack(name, pieces, tiles, buffer, divisor=None):
+    assert name in (*FACTORED, "bytes"), f"fuse.cu has no unpack_{name}"
+    if name == "bytes":
+        name, buffer = "uint8", buffer.view(np.uint8)
+    for part, held in _parts(pieces, tiles, device_arrays.storage_dtype(name), "unpack", True, buffer):
+        part[...] = held if divisor is None else narrowed(held / held.dtype.type(divisor), name)
+
+
+def _exceeds(name, pieces, tiles, limit, flag):
+    bits = np.dtype(f"u{name}")
+    cuda.use_array(flag, True, "exceeds")
+    for part, _ in _parts(pieces, tiles, bits, "exceeds", False):
+        upper = (part >> 32).astype(np.uint32) if bits.itemsize == 8 else part
+        if ((upper & (0x7FFF if bits.itemsize == 2 else 0x7FFFFFFF)) > limit).any():
+            _plain(flag)[0] = 1
+
+
+FUSE = {"pack": _pack, "unpack": _unpack, "exceeds": _exceeds}
 
 
 def widened(part, name):
@@ -273,15 +328,15 @@ class Nccl:
     def get_version(self):
         return 23000
 
-    numbers = itertools.count(1)  # of the unique ids of this process
+    _numbers = itertools.count(1)
 
     def get_unique_id(self):
         rank = MPI.COMM_WORLD.Get_rank()
-        return rank, 1000 * rank + next(self.numbers)
+        return f"{rank} {1000 * rank + next(self._numbers)}".encode()
 
-    def start(self, size, unique_id, rank, stream):
+    def start(self, size, unique_id, rank):
         """A communicator of the ranks that have this id. The one that made the id hears from the others."""
-        world, (first, tag) = MPI.COMM_WORLD, unique_id
+        world, (first, tag) = MPI.COMM_WORLD, map(int, unique_id.split())
         if rank:
             world.send((rank, world.Get_rank()), first, tag)
             members = world.recv(source=first, tag=tag)
@@ -291,7 +346,7 @@ class Nccl:
             for number in members[1:]:
                 world.send(members, number, tag)
         made = copy.copy(self)
-        made.comm, made.stream = world.Create_group(world.Get_group().Incl(members), tag), stream
+        made.comm, made.unique_id = world.Create_group(world.Get_group().Incl(members), tag), unique_id
         return made
 
     grouped = []  # noqa: RUF012  (the module's, for all communicators)
@@ -307,30 +362,32 @@ class Nccl:
             request.Wait()
         self.grouped.clear()
 
-    def allReduce(self, source, target, count, kind, op, stream):  # noqa: N802
-        self._note("allReduce", stream)
-        mine = self._at(source, count, kind).copy()
+    def allReduce(self, sendbuf, recvbuf, count, datatype, op, stream):  # noqa: N802
+        self._note("allReduce", stream, (count, datatype, op), (sendbuf, count), (recvbuf, count))
+        mine = self._at(sendbuf, count, datatype).copy()
         rows = np.empty((self.comm.Get_size(), count), mine.dtype)
         self.comm.Allgather(mine.view(np.uint8), rows.view(np.uint8))
         assert op in (self.NCCL_SUM, self.NCCL_PROD) or mine.dtype.kind in "iu", "NCCL's Min and Max drop a NaN"
         with np.errstate(all="ignore"):
-            self._at(target, count, kind)[:] = self.OPS[op].reduce(rows, axis=0, dtype=mine.dtype)
+            self._at(recvbuf, count, datatype)[:] = self.OPS[op].reduce(rows, axis=0, dtype=mine.dtype)
 
-    def broadcast(self, source, target, count, kind, root, stream):
-        self._note("broadcast", stream)
-        self.comm.Bcast(self._at(target, count, kind), root)
+    def broadcast(self, sendbuff, recvbuff, count, datatype, root, stream):
+        source = (sendbuff, count) if self.comm.Get_rank() == root else None
+        self._note("broadcast", stream, (count, datatype, root), source, (recvbuff, count))
+        self.comm.Bcast(self._at(recvbuff, count, datatype), root)
 
-    def allGather(self, source, target, count, kind, stream):  # noqa: N802
-        self._note("allGather", stream)
-        self.comm.Allgather(self._at(source, count, kind).copy(), self._at(target, count * self.comm.Get_size(), kind))
+    def allGather(self, sendbuf, recvbuf, count, datatype, stream):  # noqa: N802
+        size = self.comm.Get_size()
+        self._note("allGather", stream, (count, datatype), (sendbuf, count), (recvbuf, count * size))
+        self.comm.Allgather(self._at(sendbuf, count, datatype).copy(), self._at(recvbuf, count * size, datatype))
 
-    def send(self, source, count, kind, peer, stream):
-        self._note("send", stream)
-        self.grouped.append(self.comm.Isend(self._at(source, count, kind), peer))
+    def send(self, sendbuf, count, datatype, peer, stream):
+        self._note("send", stream, (count, datatype), (sendbuf, count), None)
+        self.grouped.append(self.comm.Isend(self._at(sendbuf, count, datatype), peer))
 
-    def recv(self, target, count, kind, peer, stream):
-        self._note("recv", stream)
-        self.grouped.append(self.comm.Irecv(self._at(target, count, kind), peer))
+    def recv(self, recvbuf, count, datatype, peer, stream):
+        self._note("recv", stream, (count, datatype), None, (recvbuf, count))
+        self.grouped.append(self.comm.Irecv(self._at(recvbuf, count, datatype), peer))
 
     def check_async_error(self):
         if self.error:
@@ -342,16 +399,18 @@ class Nccl:
     def destroy(self):
         self.comm.Free()
 
-    def _note(self, call, stream):
-        """A launch: on the stream of the communicator, and on all of its ranks before the next one of any other."""
-        assert stream == self.stream.ptr, "not on the communication stream"
+    launches = []  # noqa: RUF012  (of all communicators: which, the call, its arguments)
+
+    def _note(self, call, stream, arguments, source, target):
+        """source, target: address and number of elements of what the call reads and writes."""
+        stream = cuda.Stream.at(stream)
+        itemsize = np.dtype(self.DTYPES[arguments[1]]).itemsize
+        for memory, writes in ((source, False), (target, True)):
+            if memory is not None:
+                cuda.use(memory[0], memory[1] * itemsize, writes, call, stream)
         self.calls.append(call)
-        if call in ("send", "recv"):
-            return
-        met, until = self.comm.Ibarrier(), time.monotonic() + MEETING_S
-        while not met.Test():
-            assert time.monotonic() < until, f"not all ranks launch {call} on stream {stream} now"
-            time.sleep(0)
+        if call not in ("send", "recv"):  # which are not the same on all ranks
+            self.launches.append((self.unique_id, call, *arguments))
 
     def _at(self, address, count, kind):
         dtype = np.dtype(self.DTYPES[kind])
@@ -359,45 +418,30 @@ class Nccl:
         return np.frombuffer(memory, dtype)
 
 
-class Device:
-    """Replaces gpu.streams.Device."""
+def launch_problem(comm):
+    """Collective. Describe the first pair of ranks that did not call NCCL in the same order, and forget all calls. NCCL
+    needs one order on all ranks, also of calls on several communicators, and the same arguments."""
+    launches = comm.allgather(Nccl.launches)
+    Nccl.launches.clear()
+    for rank, mine in enumerate(launches):
+        for other, theirs in enumerate(launches[:rank]):
+            common = {each[0] for each in mine} & {each[0] for each in theirs}
+            pairs = [[each for each in some if each[0] in common] for some in (theirs, mine)]
+            for position, (one, two) in enumerate(itertools.zip_longest(*pairs)):
+                if one != two:
+                    return f"call {position} that ranks {other} and {rank} share is {one} and {two}"
+    return ""
+
+
+class Device(streams.Device):
+    """gpu.streams.Device, on a stand-in for cupy."""
 
     def __init__(self):
-        self.xp, self.nccl, self.launches = Namespace, Nccl(), LaunchOrder()
-        self.index = self.ordered = self.synchronized = self.copied_down = 0
-        self.inside = self.stuck = False
-        self.pages, self.kept_pages = [], 0  # of pinned memory; in how many arrays the last operation keeps it
-        self._add_stream()
-
-    def _add_stream(self):
-        self.kernels, self.stream = Kernels(), Stream()
-
-    def sibling(self):
-        made = copy.copy(self)
-        made._add_stream()
-        return made
-
-    def use(self):
-        pass
-
-    def current(self):
-        return self.stream
-
-    def lease(self, handles=()):
-        return StreamLease(self)
+        with (
+            mock.patch.dict(sys.modules, {"cupy": Namespace, "cupy.cuda": Namespace.cuda}),
+            mock.patch.object(Namespace.cuda, "nccl", Nccl(), create=True),
+        ):
+            super().__init__(streams.GpuBinding(0), rank=0)
 
     def communicator(self, size, unique_id, rank):
-        return self.nccl.start(size, unique_id, rank, self.stream)
-
-    def pinned(self, count):
-        self.pages.append(np.zeros(max(count, 1), np.uint8))
-        return self.pages[-1]
-
-    def to_host(self, source, target):
-        assert self.inside
-        self.copied_down += 1
-        target[:] = np.asarray(source)
-
-    def to_device(self, source, target):
-        assert self.inside
-        target[:] = source
+        return self.nccl.start(size, unique_id, rank)

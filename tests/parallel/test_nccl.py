@@ -8,6 +8,7 @@ import gc
 import itertools
 import weakref
 
+import cuda_stand_in
 import ml_dtypes
 import numpy as np
 import pytest
@@ -48,9 +49,13 @@ def connected(request):
 def comm(connected, monkeypatch):
     monkeypatch.setattr(device_reduce, "adopt", standin_gpu.adopt)
     monkeypatch.setattr(device_reduce, "layouts", standin_gpu.layouts)
-    connected.devices.device.ordered = connected.devices.device.synchronized = 0
+    cuda_stand_in.gpu.ordered = cuda_stand_in.gpu.synchronized = 0
+    cuda_stand_in.problems.clear()
+    cuda_stand_in.gpu.stuck = connected.devices.name == "nccl"  # work ends as late as it can
     yield connected
+    cuda_stand_in.gpu.stuck = False
     connected.barrier().wait()
+    assert (cuda_stand_in.problems, standin_gpu.launch_problem(MPI.COMM_WORLD)) == ([], "")
 
 
 @pytest.mark.parametrize("dtype", contract.REDUCED, ids=str)
@@ -222,6 +227,8 @@ def test_a_group_that_has_come_is_its_callers_alone(comm):
     for _ in range(2):
         comm.grouped_allreduce(group, allred.Sum, in_place=True).wait()
     del group
+    cuda_stand_in.gpu.stuck = False
+    comm.allreduce(on_gpu(np.ones(3, np.float32)), allred.Sum).wait()  # releases what has ended before
     gc.collect()
     assert all(one() is None for one in left)
 
@@ -327,13 +334,14 @@ def test_host_arrays_and_others_go_on_beside(comm):
 def test_wait_orders_the_callers_stream_and_not_the_host(comm):
     work = comm.allreduce(on_gpu(np.ones(3)))
     work.wait()
-    assert (comm.devices.device.ordered, comm.devices.device.synchronized) == (1, 0)
-    comm.devices.device.stuck = True
+    gpu = cuda_stand_in.gpu
+    assert (gpu.ordered, gpu.synchronized) == (1, 0)
+    gpu.stuck = True
     assert not work.done()
-    comm.devices.device.stuck = False
+    gpu.stuck = False
     assert work.done()
     work.synchronize()
-    assert (comm.devices.device.ordered, comm.devices.device.synchronized) == (2, 1)
+    assert (gpu.ordered, gpu.synchronized) == (2, 1)
 
 
 def test_one_rank_with_a_host_array_is_a_mismatch(comm):
@@ -376,8 +384,10 @@ def everyone(rank, monkeypatch):
     monkeypatch.setattr(here, "communicator", communicator)
     monkeypatch.setattr(here, "process_sets", process_sets)
     here.queues.add(communicator.queue)
+    cuda_stand_in.problems.clear()
     yield communicator
     communicator.barrier().wait()
+    assert (cuda_stand_in.problems, standin_gpu.launch_problem(MPI.COMM_WORLD)) == ([], "")
     for each in process_sets.made.values():
         each.close()
     communicator.close()
@@ -395,6 +405,7 @@ def test_a_group_of_calls_is_ended_after_an_error(monkeypatch, rank, size):
     monkeypatch.setattr(standin_gpu.Nccl, "broadcast", broken)
     with pytest.raises(allred.errors.AllredError, match="NCCL's broadcast: an invalid argument"):
         comm.allgather(on_gpu(np.ones(3))).wait()
+    cuda_stand_in.synchronize()  # an operation that fails keeps no memory
     assert standin_gpu.Nccl.open_groups == 0
     MPI.COMM_WORLD.Barrier()
     comm.close()
@@ -676,9 +687,9 @@ def test_gradients_on_a_gpu_go_out_before_the_step(world_on_gpus):
     assert len(running) == len(opt._get_mode()._overlap._buckets) > 1
     while not all(work.end is not None for work in running):
         opt._get_mode()._overlap._advance()
-    assert world_on_gpus.devices.device.synchronized == 0
-    np.testing.assert_allclose(host(grads["w"]), (1 + allred.size()) / 2)
+    assert cuda_stand_in.gpu.synchronized == 0
     opt.step({name: on_gpu(np.zeros(shape, np.float32)) for name, shape in SHAPES.items()}, grads)
+    np.testing.assert_allclose(host(grads["w"]), (1 + allred.size()) / 2)
 
 
 ODD = {  # what becomes of gradients, and the words for it

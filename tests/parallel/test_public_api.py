@@ -67,10 +67,17 @@ def test_a_communicator_of_the_users_own(rank, size):
     finally:
         allred.shutdown()
         half.Free()
-        allred.init(banner=False)
+    mine = [other for other in reversed(range(size)) if other % 2 == rank % 2]
+    allred.init(mine, banner=False)
+    assert (allred.rank(), allred.size()) == (mine.index(rank), len(mine))
+    assert allred.allgather_object(rank) == mine
     allred.shutdown()
+    with pytest.raises(
+        allred.InputError, match=r"expected a list of different ranks from 0 to \d that contains this one"
+    ):
+        allred.init([rank, size])
     for bad in (3, half, MPI.COMM_NULL):  # half was freed
-        with pytest.raises(allred.InputError, match=r"init\(comm=...\) takes an mpi4py intracommunicator, got "):
+        with pytest.raises(allred.InputError, match=r"init\(comm=...\) takes an mpi4py intracommunicator or a list"):
             allred.init(bad)
     allred.init(banner=False)
 

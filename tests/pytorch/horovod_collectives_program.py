@@ -7,7 +7,6 @@ import contextlib
 import json
 import pathlib
 import tempfile
-import warnings
 
 import numpy as np
 import pytest
@@ -81,12 +80,12 @@ def averages_of_integers_round_toward_zero():
 @case
 def the_argument_average():
     own, total = value(hvd.rank()), sum(everyone())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+    with pytest.warns(DeprecationWarning, match="average= is deprecated"):
         same(hvd.allreduce(own, average=False), total)
+    with pytest.warns(DeprecationWarning, match="average= is deprecated"):
         close(hvd.allreduce(own, True), total / hvd.size())
-        with pytest.raises(ValueError, match="exclude each other"):
-            hvd.allreduce(own, average=True, op=hvd.Average)
+    with pytest.raises(ValueError, match="exclude each other"):
+        hvd.allreduce(own, average=True, op=hvd.Average)
 
 
 @case
@@ -99,6 +98,9 @@ def scale_factors():
         after = torch.stack(everyone(dtype)).double().sum(0) * 2.5
         same(hvd.allreduce(own, op=hvd.Sum, postscale_factor=2.5), after.to(dtype))
         same(own, value(hvd.rank(), dtype))
+    total = sum(rank + 1 for rank in range(hvd.size()))  # of integers, divided and scaled in one step
+    expected = int(total * 2.0 / hvd.size())
+    assert hvd.allreduce(torch.tensor([hvd.rank() + 1]), postscale_factor=2.0).tolist() == [expected]
 
 
 @case
@@ -266,13 +268,31 @@ def handles():
 @case
 def names():
     """A name may be used again when the operation is complete; before, it is an error on the rank that uses it."""
-    one = hvd.broadcast_async(value(hvd.rank()), 0, name="twice")
-    with pytest.raises(ValueError, match="broadcast 'twice': an operation of this name was started before"):
-        hvd.broadcast_async(value(hvd.rank()), 0, name="twice")
-    other = hvd.allgather_async(value(hvd.rank()), name="twice")  # another kind of operation
+    from mpi4py import MPI
+
+    if hvd.rank():
+        MPI.COMM_WORLD.Barrier()  # so that the first operation of rank 0 is not complete
+    one = hvd.allgather_async(value(hvd.rank()), name="twice")
+    if hvd.rank() == 0:
+        with pytest.raises(ValueError, match="allgather 'twice': an operation of this name is still in progress"):
+            hvd.allgather_async(value(hvd.rank()), name="twice")
+        MPI.COMM_WORLD.Barrier()
+    other = hvd.broadcast_async(value(hvd.rank()), 0, name="twice")  # another kind of operation
     hvd.synchronize(one)
     hvd.synchronize(other)
-    hvd.broadcast(value(hvd.rank()), 0, name="twice")
+    for _ in range(2):
+        complete = hvd.allgather_async(value(hvd.rank()), name="twice")
+        while not hvd.poll(complete):
+            pass  # and not synchronized
+
+
+@case
+def a_call_of_several_operations_that_fails_leaves_none():
+    rows = 2 + (hvd.rank() > 0)
+    for _ in range(2):
+        with pytest.raises(hvd.HorovodInternalError, match="different operations"):
+            hvd.broadcast_parameters({"a": torch.ones(rows), "b": torch.ones(2)}, root_rank=0)
+    hvd.broadcast_parameters({"a": torch.ones(2), "b": torch.ones(2)}, root_rank=0)
 
 
 @case
@@ -283,6 +303,11 @@ def another_order_of_names_is_an_error_on_all_ranks():
         with pytest.raises(hvd.HorovodInternalError, match="same order") as caught:
             hvd.synchronize(each)
         assert isinstance(caught.value, allred.MismatchError)
+    started = [hvd.allreduce_async(torch.ones(2), name=name) for name in order]
+    with pytest.raises(hvd.HorovodInternalError, match="same order"):
+        hvd.synchronize(started[0])
+    for each in [hvd.allreduce_async(torch.ones(2), name=name) for name in "ab"]:  # the program tries again
+        same(hvd.synchronize(each), torch.ones(2))
 
 
 @case
@@ -328,11 +353,19 @@ def arguments_of_one_rank_that_cannot_be_used():
 
 @case
 def arguments_that_are_refused_at_once():
+    with pytest.raises(ValueError, match=r"reducescatter with op=allred\.Max"):
+        hvd.reducescatter(torch.ones(2), op=hvd.Max)
     for call in (hvd.allreduce, hvd.allreduce_async_, hvd.reducescatter):
         with pytest.raises(NotImplementedError, match="Adasum is not available"):
             call(torch.ones(2), op=hvd.Adasum)
     with pytest.raises(ValueError, match="op='max' is not a reduction"):
         hvd.allreduce(torch.ones(2), op="max")
+    with pytest.raises(ValueError, match="prescale_factor=None must be a number"):
+        hvd.allreduce(torch.ones(2), prescale_factor=None)
+    with pytest.raises(ValueError, match="compression=3: expected"):
+        hvd.allreduce(torch.ones(2), compression=3)
+    with pytest.raises(ValueError, match="process_set=None: expected"):
+        hvd.allreduce(torch.ones(2), process_set=None)
 
 
 @case
@@ -351,6 +384,8 @@ def sparse_tensors():
 @case
 def objects():
     assert hvd.broadcast_object({"rank": hvd.rank()}, root_rank=1, name="o") == {"rank": 1}
+    with fails(hvd.HorovodInternalError, ValueError, match="generator cannot be pickled"):
+        hvd.allgather_object((i for i in "ab") if hvd.rank() else 1)
     square = hvd.broadcast_object((lambda x: x * x) if hvd.rank() == 0 else None)
     assert square(7) == 49
     assert hvd.allgather_object([hvd.rank()] * hvd.rank()) == [[rank] * rank for rank in range(hvd.size())]
@@ -362,16 +397,19 @@ def process_sets():
     assert (hvd.global_process_set.process_set_id, hvd.global_process_set.size()) == (0, size)
     last, evens = hvd.ProcessSet([size - 1]), list(range(0, size, 2))
     assert (last.process_set_id, last.size(), last.rank()) == (None, None, None)
-    with pytest.raises(ValueError, match="not registered"):
+    with pytest.raises(ValueError, match="expected a registered"):
         hvd.allreduce(torch.ones(2), process_set=last)
+    with fails(hvd.HorovodInternalError, allred.MismatchError, match=r"different sets, \(0,\), \(1,\)"):
+        hvd.add_process_set([int(rank > 0)])
     hvd.add_process_set(last)
     assert last.included() == (rank == size - 1)
     with pytest.raises(ValueError, match="a process set with these ranks already"):
         hvd.add_process_set([size - 1])
     with pytest.raises(ValueError, match="a process set with these ranks already"):
         hvd.add_process_set(range(size))
-    with pytest.raises(ValueError, match="expected different ranks"):
-        hvd.add_process_set([0, size])
+    kinds = hvd.HorovodInternalError, ValueError
+    with fails(*kinds, match="rank 0: .* expected different ranks"):
+        hvd.add_process_set([0, size] if rank == 0 else [0])
     if last.included():
         assert last.rank() == 0
         same(hvd.allreduce(value(rank), process_set=last), value(rank))
@@ -401,18 +439,26 @@ def a_world_of_communicators():
 
     first = hvd.ProcessSet([0])
     hvd.init(process_sets=[first])
-    assert first.process_set_id is not None
-    twin = MPI.COMM_SELF.Split(0)
-    if hvd.size() > 1 and hvd.rank() == 1:
-        own = hvd.ProcessSet(twin)
-        assert own.ranks is None
-        hvd.add_process_set(own)
-        assert own.ranks == [1]
-    twin.Free()
+    number = first.process_set_id
+    assert number is not None
+    hvd.init()  # as libraries do
+    hvd.init(process_sets=[first])
+    assert first.process_set_id == number
+    assert hvd.remove_process_set(first)
+    half = MPI.COMM_WORLD.Split(hvd.rank() % 2)
+    own = hvd.ProcessSet(half)
+    assert own.ranks is None
+    hvd.add_process_set(own)
+    assert own.ranks == list(range(hvd.rank() % 2, hvd.size(), 2))
+    assert hvd.allgather_object(own.process_set_id)[:2] == [own.process_set_id - hvd.rank() % 2 + i for i in (0, 1)]
+    same(hvd.allreduce(torch.ones(2), op=hvd.Sum, process_set=own), torch.full((2,), float(half.size)))
+    assert hvd.remove_process_set(own)
+    half.Free()
+    hvd.shutdown()  # the ranks have removed different sets
+    hvd.init()
     with pytest.raises(ValueError, match="these ranks already"):
-        hvd.init(process_sets=[hvd.ProcessSet([1]), hvd.ProcessSet([1])])
+        hvd.init(process_sets=[first, hvd.ProcessSet([0])])
     hvd.init(process_sets="dynamic")
-    assert first.process_set_id is None
     with pytest.raises(ValueError, match=r"expected a list of hvd\.ProcessSet"):
         hvd.init(process_sets=[[0]])
 
@@ -490,7 +536,9 @@ def a_list_of_many_small_tensors():
 
 @case
 def shutdown_and_init():
+    some = hvd.add_process_set([1])
     hvd.shutdown()
+    assert some.process_set_id is None
     hvd.shutdown()
     assert not hvd.is_initialized()
     for call in (hvd.rank, hvd.size, hvd.local_rank, hvd.barrier, hvd.stop_timeline, hvd.join):

@@ -37,3 +37,23 @@ def test_the_lines():
     assert host["hooked_us"] > host["local_us"] > 0
     assert all(us > 0 for us in host["parts"].values())
     assert sleep.keys() > {"compute_us", "communicate_us", "after_us", "early_us", "share", "share_q25"}
+
+
+@pytest.mark.full
+@pytest.mark.limit(300)
+def test_against_horovod(tmp_path):
+    """Horovod itself cannot be built here: a package of its name, with the functions of allred.torch, stands for it."""
+    package = tmp_path / "horovod"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "torch.py").write_text("from allred.torch import *\ndef init():\n    pass\n")
+    arguments = ["-m", "allred", "bench", "torch", "--against", "horovod", *SIZES.split()]
+    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
+    result = testing.mpirun(2, *arguments, env=env, timeout_s=280)
+    assert result.code == 0, result.text
+    lines = [json.loads(line) for line in result.out.splitlines()]
+    assert [line["set"] for line in lines] == ["mlp", "mlp", "averages"]
+    steps = {"allred.torch DistributedOptimizer", "horovod DistributedOptimizer"}
+    assert all(set(line["speedup"]) == steps for line in lines[:2])
+    kinds = ("per tensor", "async", "grouped")
+    assert set(lines[2]["speedup"]) == {f"{name} {kind}" for name in ("allred.torch", "horovod") for kind in kinds}

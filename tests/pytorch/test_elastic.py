@@ -154,7 +154,7 @@ def test_a_state_returns_to_its_commit(one_rank):
 
 
 def test_handlers_can_be_registered(one_rank):
-    from allred.torch.elastic import state as handlers
+    from allred.torch.elastic import torch_state as handlers
 
     class Counter:
         count = 0
@@ -238,6 +238,22 @@ def test_an_error_that_repeats_is_raised(commits, one_rank):
     assert len(calls) == 2
 
 
+def test_operations_of_the_call_that_failed_are_forgotten(one_rank):
+    """They hold tensors, and names that the next call uses again."""
+    handles = []
+
+    @hvd.elastic.run
+    def train(state):
+        handles.append(hvd.allreduce_async(torch.ones(1), name="a"))
+        if len(handles) == 1:
+            raise hvd.HorovodInternalError("before synchronize")
+        with pytest.raises(ValueError, match="there is no such handle"):
+            hvd.poll(handles[0])
+        return hvd.synchronize(handles[1]).item()
+
+    assert train(Events()) == 1
+
+
 def test_changed_hosts(one_rank):
     """HostsUpdatedInterrupt of the program: the reset callbacks, and no synchronization if it is not needed."""
     state = Events()
@@ -317,7 +333,7 @@ def test_a_commit_that_cannot_be_written(directory, capfd):
     assert "elastic: commit 1 cannot be written to " in capfd.readouterr().err
 
 
-def test_a_state_without_files(directory):
+def test_a_state_that_has_no_state_for_the_file_is_an_error_on_all_ranks(tmp_path, monkeypatch):
     class Own(hvd.elastic.State):
         def save(self):
             pass
@@ -325,8 +341,13 @@ def test_a_state_without_files(directory):
         def sync(self):
             pass
 
-    with pytest.raises(InputError, match=r"Own has no committed_state .*ALLRED_ELASTIC_DIR=none"):
-        hvd.elastic.run(lambda state: state.commit())(Own(hvd.broadcast_object, hvd.rank))
+    def commit():
+        with pytest.raises(InputError, match=r"Own has no committed_state .*ALLRED_ELASTIC_DIR=none"):
+            hvd.elastic.run(lambda state: state.commit())(Own(hvd.broadcast_object, hvd.rank))
+
+    monkeypatch.setenv("ALLRED_ELASTIC_DIR", str(tmp_path))
+    monkeypatch.setattr(restartable_job, "_calls", itertools.repeat(1))
+    testing.threads(2, commit)
 
 
 # Jobs.

@@ -24,23 +24,22 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "ALLRED_OVERLAP": "never", "ALLRED_TIMEOU
 @functools.cache
 def results(ranks):
     result = testing.mpirun(ranks, PROGRAM, env=ENVIRONMENT, timeout_s=280)
-    found = cases.results(result.out)
-    assert result.code == 0 or found, result.text
-    return found, result.text
+    return cases.results(result.out), result
 
 
 @pytest.mark.limit(300)
 @pytest.mark.parametrize("name", NAMES)
 def test_horovod(name):
-    found, text = results(2)
-    assert found.get(name, f"the job ended before this case:\n{text}") == "ok"
+    found, result = results(2)
+    assert found.get(name, f"the job ended before this case:\n{result.text}") == "ok"
 
 
-@pytest.mark.full
 @pytest.mark.limit(300)
-def test_horovod_at_3_ranks():
-    found, text = results(3)
-    assert found == dict.fromkeys(NAMES, "ok"), text
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_all_cases(ranks):
+    found, result = results(ranks)
+    assert found == dict.fromkeys(NAMES, "ok"), result.text
+    assert result.code == 0, result.text
 
 
 @open_mpi.needs_open_mpi

@@ -34,9 +34,13 @@ def test_variables_without_effect_are_named():
     assert variables.translate(dict.fromkeys([*silent, *named, "HOME", "ALLRED_MODE"], "1")) == ({}, named)
 
 
-def test_a_wrong_time_is_an_error():
+def test_a_wrong_value_is_an_error():
     with pytest.raises(ConfigError, match=r"HOROVOD_STALL_CHECK_TIME_SECONDS='1m' is not a whole number"):
         variables.translate({"HOROVOD_STALL_CHECK_TIME_SECONDS": "1m"})
+    with pytest.raises(ConfigError, match=r"HOROVOD_STALL_CHECK_TIME_SECONDS='²' is not a whole number"):
+        variables.translate({"HOROVOD_STALL_CHECK_TIME_SECONDS": "²"})
+    with pytest.raises(ConfigError, match=r"HOROVOD_STALL_CHECK_DISABLE='true' is not a switch; write 1 or 0"):
+        variables.translate({"HOROVOD_STALL_CHECK_DISABLE": "true"})
 
 
 def test_settings_of_allred_win_and_names_are_printed_once(capfd):
@@ -44,4 +48,6 @@ def test_settings_of_allred_win_and_names_are_printed_once(capfd):
     variables.apply(environ)
     variables.apply(environ)
     assert environ["ALLRED_STALL_WARNING_S"] == "7"
-    assert capfd.readouterr().err == "allred: without effect: HOROVOD_TEST_ONLY\n"
+    assert capfd.readouterr().err == (
+        "allred: these variables have no effect in allred: HOROVOD_TEST_ONLY (docs/from-horovod.md)\n"
+    )

@@ -36,7 +36,10 @@ def test_a_shell_script_under_horovodrun(tmp_path):
     )
     assert (result.code, sorted(result.out.splitlines())) == (3, printed(None)), result.text
     assert result.err.count("horovodrun: without effect in allred: --start-timeout\n") == 1, result.text
-    assert result.err.count("allred: without effect: HOROVOD_FUSION_THRESHOLD\n") == 1, result.text
+    assert (
+        result.err.count("these variables have no effect in allred: HOROVOD_FUSION_THRESHOLD (docs/from-horovod.md)\n")
+        == 1
+    ), result.text
 
 
 DRIVER = """\
@@ -73,3 +76,35 @@ def test_horovod_run_returns_results_and_raises_the_error_of_a_rank(tmp_path):
     assert returned == "[(0, 0.5, True, 2.0), (1, 0.5, True, 2.0)]"
     assert error.startswith("""ValueError('rate 0.5') ['on rank 1 ("""), result.text
     assert "in train" in error
+
+
+INTERRUPTED = """\
+import os, signal, sys, time
+import allred.compat.horovod
+import horovod
+
+def wait():
+    os.kill(int(os.environ["DRIVER"]), signal.SIGUSR1)
+    time.sleep(60)
+
+if __name__ == "__main__":
+    def interrupt(number, frame):
+        os.killpg(0, signal.SIGINT)
+    signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        horovod.run(wait, np=1)
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+
+
+def test_ctrl_c_of_horovod_run_is_one_signal(tmp_path):
+    """A terminal sends SIGINT to the process group; a second signal would end the ranks without a checkpoint."""
+    driver = tmp_path / "driver.py"
+    driver.write_text(INTERRUPTED)
+    shell = 'export DRIVER=$$; exec "$0" driver.py'
+    result = testing.run(["sh", "-c", shell, sys.executable], env=ENV, timeout_s=60, cwd=tmp_path)
+    assert (result.code, result.out.splitlines()[-1]) == (0, "interrupted"), result.text
+    assert "allred run: SIGTERM: the ranks receive it" in result.err, result.text
+    assert "allred run: wait-" in result.err, "the name of the function names the job"
+    assert "a second signal, " not in result.err, result.text

@@ -8,10 +8,10 @@ import argparse
 import horovod
 import horovod.torch as hvd
 import torch
-from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from horovod.common.exceptions import HorovodInternalError, HorovodVersionMismatchError, HostsUpdatedInterrupt
 from horovod.common.process_sets import ProcessSet, global_process_set
-from horovod.common.util import gpu_available, nccl_built, split_list
-from horovod.torch.compression import Compression
+from horovod.common.util import check_extension, gpu_available, nccl_built, split_list
+from horovod.torch.compression import Compression, Compressor, FP16Compressor, NoneCompressor
 from horovod.torch.elastic.sampler import ElasticSampler
 from horovod.torch.elastic.state import TorchState
 from horovod.torch.functions import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
@@ -79,7 +79,9 @@ def train(method=None):
 def check_names():
     """Compare the names of the modules with those of hvd, and use some."""
     assert (horovod.__version__, callable(horovod.run)) == ("0.28.1", True)
-    assert {Compression: hvd.Compression, SyncBatchNorm: hvd.SyncBatchNorm, ProcessSet: hvd.ProcessSet}
+    assert (Compression, SyncBatchNorm, ProcessSet) == (hvd.Compression, hvd.SyncBatchNorm, hvd.ProcessSet)
+    assert (hvd.Compression.fp16, hvd.Compression.none) == (FP16Compressor, NoneCompressor)
+    assert issubclass(FP16Compressor, Compressor)
     assert hvd.mpi_ops.allreduce_ is hvd.allreduce_
     assert (DistributedOptimizer, global_process_set) == (hvd.DistributedOptimizer, hvd.global_process_set)
     assert (ElasticSampler, TorchState) == (hvd.elastic.ElasticSampler, hvd.elastic.TorchState)
@@ -87,6 +89,8 @@ def check_names():
     assert broadcast_optimizer_state is hvd.broadcast_optimizer_state
     assert issubclass(HorovodInternalError, RuntimeError)
     assert issubclass(HostsUpdatedInterrupt, RuntimeError)
+    assert issubclass(HorovodVersionMismatchError, ImportError)
+    check_extension("horovod.torch", "HOROVOD_WITH_PYTORCH", __file__, "mpi_lib_v2")
     assert (nccl_built(), gpu_available("torch")) == (bool(hvd.nccl_built()), torch.cuda.is_available())
     assert split_list([1, 2, 3], 2) == [[1, 2], [3]]
     tensor = torch.full((2,), float(rank()))

@@ -6,7 +6,7 @@ import pytest
 
 from allred.client.call import pack
 from allred.compat.horovodrun import function_rank, rank_outcomes
-from allred.compat.horovodrun.function import JobError, results
+from allred.compat.horovodrun.function import JobError, _shared_directory, results, run
 from allred.errors import InputError, RemoteRankError
 
 
@@ -75,6 +75,18 @@ def test_a_job_without_outcomes_is_an_error():
     with pytest.raises(JobError, match="exit code 137"):
         results([], 137)
     assert issubclass(JobError, RuntimeError)
+
+
+def test_the_call_is_written_to_a_directory_of_all_hosts(tmp_path, monkeypatch):
+    """horovodrun ends before it starts a rank: the script lists the working directory, and fails."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(JobError):
+        run(divmod, (7, 2), host_discovery_script="ls > found; exit 1")
+    assert "horovod-run-" in (tmp_path / "found").read_text()
+    monkeypatch.setenv("LSB_JOBID", "1")
+    monkeypatch.setenv("LSB_MCPU_HOSTS", "n1.invalid 4 n2.invalid 4")
+    assert _shared_directory(None, None) == str(tmp_path)
+    assert _shared_directory("localhost:2", None) is None
 
 
 def write_call(directory, parts):

@@ -1,6 +1,7 @@
 """The packages `horovod` of allred next to an installed Horovod, and the options of horovodrun. No MPI."""
 
 import importlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -150,6 +151,7 @@ def test_options_of_hosts_and_sizes(tmp_path):
     job = make("-np", "4", "python", "-u", "train.py", "--min-np", "1")
     assert job.program == ["python", "-u", "train.py", "--min-np", "1"]
     assert job.name == f"train-{os.getpid()}"
+    assert make("-np", "3", "python", "-m", "my.train", "x").name == f"my.train-{os.getpid()}"
     assert (job.target, job.find_hosts().slots, job.restarts) == (4, {"localhost": 4}, 0)
     assert (job.min_np, job.max_np, job.watches_hosts) == (None, None, False)
     assert make("--num-proc", "2", "-H", "a:2,b:2", "./train").find_hosts().slots == {"a": 2, "b": 2}
@@ -169,6 +171,11 @@ def test_elastic_options_watch_the_hosts_that_a_script_prints(tmp_path):
     options = ["-np", "2", "--host-discovery-script", str(script)]
     job = make(*options, "--slots-per-host", "3", "--max-np", "6", "--reset-limit", "5", "python", "train.py")
     assert job.find_hosts().slots == {"a": 4, "b": 3}
+    script.write_text(f"#!/bin/sh\nwhile [ ! -e {tmp_path}/go ]; do sleep 0.01; done\necho c:1\n")
+    assert job.find_hosts().slots == {"a": 4, "b": 3}  # without a wait
+    (tmp_path / "go").touch()
+    answers = itertools.takewhile(lambda hosts: hosts.slots != {"c": 1}, iter(job.find_hosts, None))
+    assert all(hosts.slots == {"a": 4, "b": 3} for hosts in answers)
     assert (job.target, job.min_np, job.max_np, job.restarts, job.watches_hosts) == (2, 2, 6, 5, True)
     job = make("-np", "2", "-H", "a:1,b:1", "--min-np", "1", "python", "train.py")
     assert (job.min_np, job.restarts > 1000, job.watches_hosts) == (1, True, False)
@@ -200,8 +207,8 @@ def test_options_without_effect_are_named():
 
 
 @pytest.mark.parametrize(("words", "text"), [
-    ([], "which command"),
-    (["-np", "2"], "which command"),
+    ([], "no command given"),
+    (["-np", "2"], "no command given"),
     (["train.py"], "how many ranks"),
     (["-np", "3", "-H", "a:2", "x"], "-np 3 needs 3 slots"),
     (["-np", "3", "-H", "a:2", "-hostfile", "f", "x"], "name the hosts twice"),

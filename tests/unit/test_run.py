@@ -12,6 +12,7 @@ from allred.run import command, host_list, mpirun, probe, restarts
 from allred.run.host_list import HostList
 from allred.run.reports import Reports
 from allred.run.restarts import End, RestartPolicy
+from allred.run.runner import delete_commits
 from allred.watch import job_directory
 
 SLURM = {"SLURM_JOB_NODELIST": "n[1-2],gpu3", "SLURM_TASKS_PER_NODE": "4(x2),2"}
@@ -247,3 +248,14 @@ def test_entries_of_killed_watchers_are_removed(tmp_path, monkeypatch):
     path.write_text('{"watcher": 4194305}')  # more than the largest process id
     assert job_directory.entries() == {}
     assert not path.exists()
+
+
+def test_only_commits_are_deleted(tmp_path):
+    for name in ("run-1.pt", "run-2.tmp", "notes.txt"):
+        (tmp_path / "job.commits").mkdir(exist_ok=True)
+        (tmp_path / "job.commits" / name).touch()
+    delete_commits(str(tmp_path / "job.commits"))
+    assert [path.name for path in (tmp_path / "job.commits").iterdir()] == ["notes.txt"]
+    (tmp_path / "job.commits" / "notes.txt").unlink()
+    delete_commits(str(tmp_path / "job.commits"))
+    assert not (tmp_path / "job.commits").exists()

@@ -4,12 +4,13 @@
 2  horovodrun, as a process, starts function_rank.py as ranks; each of them writes its outcome to a file there
 3  the results are returned in rank order, or the exception of the first rank that failed is raised
 
-The function is pickled by value with cloudpickle (allred[client]), else by its name.
+The function is pickled by value with cloudpickle (allred[client]); without it the ranks must be able to import it.
 """
 
 import contextlib
 import os
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
@@ -60,7 +61,7 @@ def run(
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[Any]:
-    """Call `func(*args, **kwargs)` as num_proc ranks. Return the results in rank order.
+    """Call `func(*args, **kwargs)` as num_proc ranks. Return the results of all ranks, in rank order.
 
     The arguments are those of Horovod 0.28, and have the meaning of the options of horovodrun. func calls `hvd.init()`.
     With other hosts, the working directory must be shared by all hosts: the function is passed in a file there.
@@ -72,6 +73,7 @@ def run(
     """
     size = integer("horovod.run: num_proc", num_proc if np is None else np, 1)
     options = {
+        "--name": re.sub(r"[^\w.-]", "", getattr(func, "__name__", "")),  # without the brackets of <lambda>
         "--num-proc": size,
         "--min-np": min_num_proc if min_np is None else min_np,
         "--max-np": max_num_proc if max_np is None else max_np,
@@ -91,7 +93,8 @@ def run(
     words += [] if cooldown_range is None else ["--blacklist-cooldown-range", *map(str, cooldown_range)]
     words += ["--gloo"] * bool(use_gloo)
     call = pack((func, tuple(args), dict(kwargs or {})), "horovod.run: the function, or an argument,")
-    with tempfile.TemporaryDirectory(prefix="horovod-run-", dir=_shared_directory(hosts, hostfile)) as directory:
+    shared = os.getcwd() if host_discovery_script else _shared_directory(hosts, hostfile)
+    with tempfile.TemporaryDirectory(prefix="horovod-run-", dir=shared) as directory:
         Path(directory, "call").write_bytes(pickle.dumps((sys.path, [bytes(part) for part in call])))
         program = [executable or sys.executable, "-m", "allred.compat.horovodrun.function_rank", directory]
         code = _run_command([*words, *program])
@@ -100,14 +103,17 @@ def run(
 
 def _shared_directory(hosts: str | None, hostfile: str | None) -> str | None:
     """Return the directory for the temporary directory; None for the default, if there is no other host."""
-    found = host_list.find(hosts or "", hostfile or "", {}).slots
+    environ = {} if hosts or hostfile or "LSB_JOBID" not in os.environ else os.environ
+    found = host_list.find(hosts or "", hostfile or "", environ).slots
     return None if all(map(host_list.is_local, found)) else os.getcwd()
 
 
 def _run_command(words: list[str]) -> int:
     """Run horovodrun. Return its exit code."""
     command = [sys.executable, "-m", "allred.compat.horovodrun", *words]
-    with subprocess.Popen(command, env=without_launcher(os.environ)) as process:
+    # In a process group of its own it does not receive the signal of Ctrl-C beside `terminate`: two signals end the job
+    # at once.
+    with subprocess.Popen(command, env=without_launcher(os.environ), process_group=0) as process:
         try:
             return process.wait()
         except BaseException:
@@ -122,7 +128,7 @@ def results(outcomes: list[RankOutcome], code: int) -> list[Any]:
     """Return the results by rank. code: the exit code of horovodrun. Raises the error of the first rank that failed."""
     failed = [outcome for outcome in outcomes if outcome.error is not None]
     if failed:
-        raise min(failed, key=lambda outcome: (outcome.is_reported, outcome.time)).exception(code)
+        raise min(failed, key=lambda outcome: (outcome.is_of_another, outcome.time)).exception(code)
     if code or not outcomes:
         raise JobError(f"horovod.run: the job ended with exit code {code}; its last messages on stderr have the reason")
     return [unpack(outcome.parts) for outcome in outcomes]

@@ -18,14 +18,14 @@ class RankOutcome:
     """The result or the error of a rank, which it writes at its end.
 
     parts: the result, or the exception, as a message of allred.client.call; [] if it cannot be sent. error: None after
-    success, else the exception in one line. is_reported: whether the error is the failure of another rank.
+    success, else the exception in one line. is_of_another: whether another rank has caused the error.
     """
 
     rank: int
     parts: list[bytes]
     error: str | None = None
     traceback: str = ""
-    is_reported: bool = False
+    is_of_another: bool = False
     host: str = dataclasses.field(default_factory=socket.gethostname)
     time: float = dataclasses.field(default_factory=time.time)
 
@@ -36,7 +36,7 @@ class RankOutcome:
         except Exception:  # unpickling runs code of the user
             error = None
         if error is None:
-            if self.is_reported:
+            if self.is_of_another:
                 return RemoteRankError(str(self.error), self.rank, self.host, code)
             text = f"rank {self.rank} on {self.host} raised {self.error}"
             return RemoteRankError(text, self.rank, self.host, code, self.traceback)
@@ -51,16 +51,16 @@ def of_result(rank: int, result: Any) -> RankOutcome:
 
 def of_error(rank: int, error: BaseException) -> RankOutcome:
     """Return the outcome of a rank whose function has raised an exception."""
-    is_reported = isinstance(error, RemoteRankError)
+    is_of_another = isinstance(error, RemoteRankError)
     parts: list[bytes] = []
-    if isinstance(error, Exception) and not is_reported:  # no SystemExit for the caller
+    if isinstance(error, Exception) and not is_of_another:  # no SystemExit for the caller
         try:
             parts = _pack(error, "the error")
         except InputError:
             parts = []
-    line = str(error) if is_reported else traceback.format_exception_only(error)[0].strip()
+    line = str(error) if is_of_another else traceback.format_exception_only(error)[0].strip()
     trace = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without function_rank.py
-    return RankOutcome(rank, parts, line, "".join(traceback.format_exception(type(error), error, trace)), is_reported)
+    return RankOutcome(rank, parts, line, "".join(traceback.format_exception(type(error), error, trace)), is_of_another)
 
 
 def _pack(value: Any, what: str) -> list[bytes]:

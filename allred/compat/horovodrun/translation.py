@@ -7,9 +7,12 @@ names those without effect (allred/torch/horovod/variables.py).
 import argparse
 import dataclasses
 import functools
+import itertools
 import os
 import re
+import signal
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,7 +61,8 @@ _SWITCHES = {
         ["--log-with-timestamp", "--no-log-hide-timestamp"],
     ),
 }
-# Options without effect, and the number of their values. `allred run` always does what the first three ask for.
+# Options without effect, and the number of their values. Those in _SILENT get no message: they match the behaviour of
+# `allred run`.
 _SILENT = {"--mpi": 0, "--verbose": 0, "--disable-cache": 0}
 _IGNORED = {
     "--gloo": 0, "--jsrun": 0, "--prefix-output-with-timestamp": 0, "--start-timeout": 1, "--elastic-timeout": 1,
@@ -69,7 +73,7 @@ _WITH_MPIRUN = "start the ranks with mpirun and its options: mpirun ... python -
 _REFUSED = {
     "--mpi-args": _WITH_MPIRUN,
     "--binding-args": _WITH_MPIRUN,
-    "--config-file": "write what is in it as options",
+    "--config-file": "pass the values of the file as options",
 }
 
 
@@ -116,21 +120,28 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return found
 
 
+def _ranks(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
 def _add_main_options(add: Callable[..., Any]) -> None:
-    add("-np", "--num-proc", type=int, metavar="N", help="number of ranks")
+    add("-np", "--num-proc", type=_ranks, metavar="N", help="number of ranks")
     add("-H", "--hosts", default="", metavar="LIST", help="hosts and their slots: node1:4,node2:4; default: this host")
     add("-hostfile", "--hostfile", default="", metavar="FILE", help="a line for each host: node1 slots=4")
     add("--host-discovery-script", default="", metavar="FILE", help="prints the hosts; a change resizes the job")
-    add("--slots-per-host", type=int, metavar="N", help="slots of hosts for which the script prints none")
-    add("--min-np", "--min-num-proc", type=int, metavar="N", help="fewest ranks after hosts were lost")
-    add("--max-np", "--max-num-proc", type=int, metavar="N", help="most ranks after hosts were added")
+    add("--slots-per-host", type=_ranks, metavar="N", help="slots of hosts for which the script prints none")
+    add("--min-np", "--min-num-proc", type=_ranks, metavar="N", help="fewest ranks after hosts were lost")
+    add("--max-np", "--max-num-proc", type=_ranks, metavar="N", help="most ranks after hosts were added")
     add("--reset-limit", type=int, metavar="N", help="restarts after failures; default: without limit")
     add("--network-interfaces", "--network-interface", action="append", default=[], metavar="LIST",
         help="interfaces for TCP connections: eth0,eth1")  # fmt: skip
     add("--output-filename", default="", metavar="DIR", help="write the output of each rank: DIR/rank-0.log")
     add("-p", "--ssh-port", metavar="PORT", help="for ssh; other hosts need it in ~/.ssh/config instead")
     add("-i", "--ssh-identity-file", metavar="FILE", help="for ssh; other hosts need it in ~/.ssh/config instead")
-    add("-cb", "--check-build", action="store_true", help="show what there is")
+    add("-cb", "--check-build", action="store_true", help="print the available frameworks, controllers and operations")
+    add("--name", default="", help=argparse.SUPPRESS)  # of the job, for horovod.run
     add("-v", "--version", action="version", version=VERSION)
     add("command", nargs=argparse.REMAINDER, help="python train.py, or another program, with its arguments")
 
@@ -143,7 +154,7 @@ def ignored(options: argparse.Namespace) -> list[str]:
 def make_job(options: argparse.Namespace, environ: Mapping[str, str]) -> JobOptions:
     """Return the job. Raises ConfigError if the options do not fit together."""
     if not options.command:
-        raise ConfigError("which command? Such as: horovodrun -np 4 python train.py")
+        raise ConfigError("no command given; example: horovodrun -np 4 python train.py")
     script = options.host_discovery_script
     is_elastic = bool(script) or options.min_np is not None  # as Horovod decides it
     if not is_elastic and (options.max_np, options.reset_limit) != (None, None):
@@ -151,16 +162,15 @@ def make_job(options: argparse.Namespace, environ: Mapping[str, str]) -> JobOpti
     hosts = options.hosts
     if not (hosts or options.hostfile or script or "LSB_JOBID" in environ):
         hosts = f"{host_list.LOCAL}:{options.num_proc}" if options.num_proc else ""
-    words = [word for word in options.command if word.endswith(".py")] or options.command
     given = argparse.Namespace(
         np=options.num_proc, hosts=hosts, hostfile=options.hostfile, mode=None, num_ps=None, is_module=False, tag=False,
         min_np=(options.min_np or options.num_proc) if is_elastic else None,
         max_np=(options.max_np or _UNLIMITED) if is_elastic else None,
         restarts=0 if not is_elastic else _UNLIMITED if options.reset_limit is None else options.reset_limit,
-        logs=options.output_filename, name=f"{Path(words[0]).stem}-{os.getpid()}", program=options.command[0],
-        arguments=options.command[1:],
+        logs=options.output_filename, name=f"{options.name or _program_name(options.command)}-{os.getpid()}",
+        program=options.command[0], arguments=options.command[1:],
     )  # fmt: skip
-    discover = functools.partial(discover_hosts, script, options.slots_per_host) if script else None
+    discover = HostDiscovery(script, options.slots_per_host) if script else None
     job = command.make_options(given, discover)
     if options.ssh_port or options.ssh_identity_file:
         _check_local(job.find_hosts())
@@ -168,6 +178,14 @@ def make_job(options: argparse.Namespace, environ: Mapping[str, str]) -> JobOpti
     if options.network_interfaces:
         settings["ALLRED_NETWORK"] = ",".join(options.network_interfaces)
     return dataclasses.replace(job, settings=settings, forwards_all=True)
+
+
+def _program_name(words: Sequence[str]) -> str:
+    """Return a name for the job of a command: that of the Python file, else of the module, else of the program."""
+    for before, word in itertools.pairwise(["", *words]):
+        if word.endswith(".py") or before == "-m":
+            return Path(word).stem if before != "-m" else re.sub(r"[^\w.-]", "", word)
+    return Path(words[0]).stem
 
 
 def _check_local(hosts: HostList) -> None:
@@ -179,15 +197,39 @@ def _check_local(hosts: HostList) -> None:
         )
 
 
-def discover_hosts(script: str, slots: int | None) -> HostList:
-    """Return the hosts that a script prints, one in a line, such as `node1:4` or `node1`. slots: of a host without a
-    number. Raises ConfigError if the script fails."""
-    title = f"--host-discovery-script {script}"
-    try:
-        done = subprocess.run(script, shell=True, capture_output=True, text=True, timeout=_DISCOVERY_S, check=False)
-    except subprocess.TimeoutExpired:
-        raise ConfigError(f"{title} did not end after {_DISCOVERY_S:g} s") from None
-    if done.returncode:
-        raise ConfigError(f"{title} failed with exit code {done.returncode}: {done.stderr.strip()}")
-    text = re.sub(r"^\s*([\w.-]+)\s*$", rf"\1:{slots or 1}", done.stdout, flags=re.MULTILINE)
-    return HostList(host_list.parse_file(text, title), title)
+class HostDiscovery:
+    """Returns the hosts that a script prints, one in a line, such as `node1:4` or `node1`. slots: of a host without a
+    number.
+
+    The first call waits for the script. Later ones return the last answer, and run the script in the background for the
+    next call: `allred run` asks every second, and must not wait.
+    """
+
+    def __init__(self, script: str, slots: int | None) -> None:
+        self._script, self._slots, self._title = script, slots or 1, f"--host-discovery-script {script}"
+        self._hosts: HostList | None = None
+        self._running: tuple[subprocess.Popen[str], float] | None = None  # with the time of its start
+
+    def __call__(self) -> HostList:
+        """Return the hosts. Raises ConfigError if the script has failed."""
+        process, started = self._running = self._running or (self._start(), time.monotonic())
+        left_s = started + _DISCOVERY_S - time.monotonic()
+        if self._hosts is not None and process.poll() is None and left_s > 0:
+            return self._hosts
+        self._running = None
+        try:
+            out, problem = process.communicate(timeout=max(left_s, 0))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            raise ConfigError(f"{self._title} did not end after {_DISCOVERY_S:g} s") from None
+        if process.returncode:
+            raise ConfigError(f"{self._title} failed with exit code {process.returncode}: {problem.strip()}")
+        text = re.sub(r"^\s*([\w.-]+)\s*$", rf"\1:{self._slots}", out, flags=re.MULTILINE)
+        self._hosts = HostList(host_list.parse_file(text, self._title), self._title)
+        return self._hosts
+
+    def _start(self) -> "subprocess.Popen[str]":
+        # In a group of its own: `sh` may start processes, and Ctrl-C is for the job.
+        pipe = subprocess.PIPE
+        return subprocess.Popen(self._script, shell=True, stdout=pipe, stderr=pipe, text=True, process_group=0)

@@ -134,7 +134,8 @@ def _remedy(
         )
     if not equal_at:
         return (
-            "Start from the same values everywhere: call broadcast(params) of the distributed optimizer before training"
+            "Start from the same values everywhere: call broadcast(params) of the distributed optimizer before "
+            "training, or hvd.broadcast_parameters"
         )
     return (
         "Something changed them on some ranks only (an assignment, a step around the wrapper), or the optimizer does "

@@ -1,4 +1,4 @@
-"""hvd.elastic: training that continues from its last commit. Under `allred run` it survives the end of its processes.
+"""hvd.elastic: training with commits. Under `allred run` a restarted job continues from the last commit.
 
     @hvd.elastic.run
     def train(state):
@@ -21,6 +21,6 @@ Horovod changes the number of ranks inside of running processes. allred starts a
 from allred.torch.elastic.object_state import ObjectState, State
 from allred.torch.elastic.run_decorator import run
 from allred.torch.elastic.sampler import ElasticSampler
-from allred.torch.elastic.state import TorchState
+from allred.torch.elastic.torch_state import TorchState
 
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]

@@ -12,8 +12,8 @@ from allred.torch.horovod.horovod_errors import HostsUpdatedInterrupt
 class State:
     """Base class: subclasses define save, restore and sync.
 
-    A subclass that has to survive a restart of the processes also defines `committed_state`, which returns objects that
-    pickle accepts, and `load_committed_state`.
+    A subclass that has to survive a restart of the processes also defines `committed_state`, which returns picklable
+    objects, and `load_committed_state`.
 
     bcast_object: a function that returns the object of rank 0 on all ranks. get_rank: returns the rank.
     """
@@ -77,7 +77,7 @@ class State:
         """Return the saved state for the file of the commit. Called after `save`."""
         raise InputError(
             f"{type(self).__name__} has no committed_state and load_committed_state, so its commits cannot be written "
-            "to a file; define them, or set ALLRED_ELASTIC_DIR=none: then a restart begins anew"
+            "to a file; define them, or set ALLRED_ELASTIC_DIR=none: then a restarted job starts from the beginning"
         )
 
     def load_committed_state(self, state: Any) -> None:
@@ -86,7 +86,7 @@ class State:
 
 
 class ObjectState(State):
-    """A state of objects that pickle accepts, which become attributes: ObjectState(hvd.broadcast_object, hvd.rank,
+    """A state of picklable objects, which become attributes: ObjectState(hvd.broadcast_object, hvd.rank,
     epoch=0) has the attribute `epoch`."""
 
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any) -> None:

@@ -1,8 +1,8 @@
-"""RestartableJob: the connection of `elastic.run` with `allred run`.
+"""RestartableJob: connects `elastic.run` to `allred run`.
 
-1  rank 0 reads the newest commit of the starts before
+1  rank 0 reads the last commit of earlier starts
 2  the session is reported to `allred run`, with the number of commits as its step: it stops sessions to resize the job,
-   and ends a job that fails twice at the same step
+   and ends a job that fails twice at the same commit number
 3  commits are written on rank 0
 4  signals and stop requests are noted, and all ranks agree on them at a commit
 
@@ -85,9 +85,12 @@ class RestartableJob:
     def write(self, get_state: Callable[[], Any]) -> None:
         """Count a commit, and write it on rank 0. If that fails, a line says so, and training continues."""
         self.commits += 1
-        if self.file is None or topology.rank() != 0:
+        if self.file is None:
             return
-        commit = Commit(self.commits, topology.size(), get_state())
+        state = get_state()  # an error of the state's class is an error on all ranks
+        if topology.rank() != 0:
+            return
+        commit = Commit(self.commits, topology.size(), state)
         self.write_error = None
         try:
             with wait.busy():

@@ -17,6 +17,7 @@ from allred.comm import functions
 from allred.errors import MismatchError
 from allred.torch.elastic.object_state import State
 from allred.torch.elastic.restartable_job import RestartableJob
+from allred.torch.horovod import handles
 from allred.torch.horovod.horovod_errors import HorovodInternalError, HostsUpdatedInterrupt
 from allred.watch.runner_link import RESTART
 
@@ -73,6 +74,7 @@ def _call_until_it_returns(func: Callable[[], R], state: State, job: Restartable
             if not _can_communicate() or previous[0] == failure[0] or previous[1] == failure[1]:
                 raise
             log.warning(f"elastic: all ranks return to the last commit: {error}")
+            handles.forget_all()
             state.restore()
             skip_sync = False
         except HostsUpdatedInterrupt as interrupt:

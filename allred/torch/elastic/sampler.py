@@ -10,10 +10,11 @@ from allred.torch.horovod.basics import rank, size
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
-    """Sampler of a DataLoader. After a restart it continues behind the samples that were recorded, with any number of
-    ranks. Order and distribution are those of Horovod for the same seed.
+    """Sampler of a DataLoader. After a restart it skips the samples that were recorded in this epoch; the number of
+    ranks may change. Order and distribution are those of Horovod for the same seed.
 
-        processed samples of all ranks | samples left: rank 0, 1, 2, 0, 1, 2, ... | the first ones again, to fill up
+    Order of an epoch: the processed samples; then the remaining ones, dealt to ranks 0, 1, 2, 0, 1, 2, ...; then the
+    first remaining ones again, until all ranks have the same number.
 
     dataset: an object with a length. shuffle: whether each epoch has another order, from `seed` plus the epoch; the
     seed must be equal on all ranks.
@@ -27,8 +28,8 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch: no sample of it is processed. Call it at the end of the epoch before, not at the begin: a
-        restored epoch continues."""
+        """Begin an epoch: no sample of it is processed. Call it at the end of the epoch before, not at the beginning:
+        that would discard the progress of a restored epoch."""
         self.epoch, self.processed_num = epoch, 0
         self.reset()
 

@@ -1,4 +1,5 @@
-"""allgather and grouped_allgather. As in Horovod, the gradient is the mean over the ranks of this rank's rows."""
+"""allgather and grouped_allgather. As in Horovod, the gradient is the mean over the ranks of the gradients of the
+result, restricted to the rows of this rank."""
 
 from typing import Any
 
@@ -6,53 +7,39 @@ import torch
 from torch import Tensor
 
 from allred.comm.communicator import Communicator
-from allred.torch.horovod import handles
 from allred.torch.horovod.allreduce import Average, grouped_allreduce
-from allred.torch.horovod.operations import (
-    Differentiable,
-    Started,
-    Tensors,
-    detached,
-    result_as_tensor,
-    rows_of,
-    start_operation,
-)
+from allred.torch.horovod.operations import CollectiveCall, Differentiable, Tensors, detached, result_as_tensor, rows_of
 from allred.torch.horovod.process_sets import ProcessSet, global_process_set
 
 
-def _start_allgather(
-    tensors: Tensors, name: str | None, process_set: ProcessSet, is_list: bool, is_async: bool = False
-) -> int:
-    def begin(communicator: Communicator) -> Started:
+def _start(call: CollectiveCall, tensors: Tensors) -> int:
+    def begin(communicator: Communicator) -> Any:
         sources = detached(tensors)
-        arrays = [tensor if tensor.is_cuda else rows_of(tensor) for tensor in sources]
-        works = [communicator.allgather(array, name or "") for array in arrays]
+        works = [communicator.allgather(rows_of(tensor), call.label) for tensor in sources]
 
         def finish(results: list[Any], _: int) -> Any:
             found = [result_as_tensor(result, tensor) for result, tensor in zip(results, sources, strict=True)]
-            return found if is_list else found[0]
+            return found if call.is_list else found[0]
 
         return works, finish
 
-    return start_operation(
-        "grouped_allgather" if is_list else "allgather", name, process_set, begin, is_async, joins=False
-    )
+    return call.start(begin)
 
 
-def _gather(tensors: Tensors, name: str | None, process_set: ProcessSet, is_list: bool) -> list[Tensor]:
+def _gather(call: CollectiveCall, tensors: Tensors) -> list[Tensor]:
     """Gather tensors, with gradient."""
-    sizes = [tensor.shape[0] if tensor.ndim else 1 for tensor in tensors]
+    process_set, shapes = call.process_set, [tensor.shape for tensor in tensors]
+    sizes = [shape[0] if shape else 1 for shape in shapes]
 
     def run(tensors: Tensors) -> list[Tensor]:
-        found = handles.synchronize(_start_allgather(tensors, name, process_set, is_list))
-        return found if is_list else [found]
+        return call.results(_start(call, tensors))
 
     def gradient(gradients: Tensors) -> list[Tensor]:
         means = grouped_allreduce(gradients, op=Average, process_set=process_set)
         rows = allgather(torch.tensor([sizes]), process_set=process_set)  # a row for each rank
         starts = rows[: process_set.rank()].sum(0).tolist()
         parts = [mean.narrow(0, *part) for mean, *part in zip(means, starts, sizes, strict=True)]
-        return [part.reshape(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+        return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     return list(Differentiable.apply(run, gradient, *tensors))
 
@@ -62,7 +49,7 @@ def allgather_async(tensor: Tensor, name: str | None = None, process_set: Proces
 
     Example: `hvd.synchronize(hvd.allgather_async(torch.tensor([hvd.rank()])))`.
     """
-    return _start_allgather([tensor], name, process_set, False, True)
+    return _start(CollectiveCall("allgather", name, process_set, is_async=True), [tensor])
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
@@ -73,7 +60,7 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
 
     Example: on 2 ranks, `hvd.allgather(torch.tensor([hvd.rank()]))` returns `[0, 1]`.
     """
-    return _gather([tensor], name, process_set, False)[0]
+    return _gather(CollectiveCall("allgather", name, process_set), [tensor])[0]
 
 
 def grouped_allgather_async(
@@ -83,7 +70,7 @@ def grouped_allgather_async(
 
     Example: `hvd.synchronize(hvd.grouped_allgather_async([torch.ones(1), torch.ones(2)]))`.
     """
-    return _start_allgather(tensors, name, process_set, True, True)
+    return _start(CollectiveCall("allgather", name, process_set, is_list=True, is_async=True), tensors)
 
 
 def grouped_allgather(
@@ -93,4 +80,4 @@ def grouped_allgather(
 
     Example: `hvd.grouped_allgather([torch.ones(1), torch.ones(2)])`.
     """
-    return _gather(tensors, name, process_set, True)
+    return _gather(CollectiveCall("allgather", name, process_set, is_list=True), tensors)

@@ -4,8 +4,11 @@ The forms without underscore return new tensors, the forms with one overwrite th
 handle (handles.py). `allreduce` and `grouped_allreduce` are differentiable: the gradient is the same reduction.
 """
 
+import dataclasses
 import functools
-from typing import Any
+import numbers
+import warnings
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,13 +19,12 @@ from allred.errors import InputError
 from allred.torch.horovod import handles
 from allred.torch.horovod.compression import Compression
 from allred.torch.horovod.operations import (
-    Differentiable,
+    CollectiveCall,
     Operations,
-    Started,
     Tensors,
+    apply_compressed,
     copies,
     detached,
-    start_operation,
     view,
 )
 from allred.torch.horovod.process_sets import ProcessSet, global_process_set
@@ -31,10 +33,61 @@ Average, Sum, Min, Max, Product = ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.MIN, 
 Adasum = "Adasum"
 
 
-def operator(op: Any, average: bool | None) -> Any:
-    """Return the reduction of the arguments `op` and `average`, which is deprecated."""
-    if op is not None and average is not None:
-        raise InputError("op and average exclude each other; pass op=hvd.Average or op=hvd.Sum only")
+class ScaledReduction(NamedTuple):
+    """The reduction of tensors that are multiplied by `prescale` before it and by `postscale` after it."""
+
+    op: ReduceOp
+    prescale: float = 1.0
+    postscale: float = 1.0
+
+    def check(self) -> "ScaledReduction":
+        """Return it. Raises InputError if a factor is not a number."""
+        for name, factor in (("prescale_factor", self.prescale), ("postscale_factor", self.postscale)):
+            if not isinstance(factor, numbers.Real):
+                raise InputError(f"{name}={factor!r} must be a number")
+        return self
+
+    def op_of(self, tensor: Tensor) -> ReduceOp:
+        """Return the reduction for allred, which has no average of integers."""
+        return Sum if self._is_integer_mean(tensor) else self.op
+
+    def begin(self, tensor: Tensor) -> None:
+        """Scale a tensor in place, before the reduction."""
+        _scale_(tensor, self.prescale)
+
+    def end(self, tensor: Tensor, size: int, active: int) -> None:
+        """Complete the result of allred in place. size: number of ranks; active: of those that have not joined."""
+        if not self._is_integer_mean(tensor):
+            if self.op is Average and active != size:
+                tensor.mul_(active).div_(size)  # Horovod counts the ranks that have joined
+            _scale_(tensor, self.postscale)
+        elif self.postscale == 1.0:
+            torch.div(tensor, size, rounding_mode="trunc", out=tensor)
+        else:
+            _scale_(tensor, self.postscale / size)
+
+    def _is_integer_mean(self, tensor: Tensor) -> bool:
+        return self.op is Average and not tensor.is_floating_point()
+
+
+def _scale_(tensor: Tensor, factor: float) -> None:
+    """Multiply a tensor by a factor, in place. Integers are multiplied in float64 and truncated; float16 and bfloat16
+    in float32."""
+    if factor == 1.0:
+        return
+    if tensor.is_floating_point():
+        tensor.mul_(factor)
+    else:
+        tensor.copy_(tensor.double() * factor)
+
+
+def operator(op: Any, average: bool | None = None) -> ReduceOp:
+    """Return the reduction of the arguments `op` and `average`. Raises InputError if both are given or `op` is not a
+    reduction; NotImplementedError for Adasum."""
+    if average is not None:
+        if op is not None:
+            raise InputError("op and average exclude each other; pass op=hvd.Average or op=hvd.Sum only")
+        warnings.warn("average= is deprecated; pass op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=3)
     if op is None:
         return Sum if average is False else Average
     if op == Adasum:
@@ -44,70 +97,50 @@ def operator(op: Any, average: bool | None) -> Any:
     return op
 
 
-def scale_(tensor: Tensor, factor: float) -> None:
-    """Multiply in place: integers in float64, rounded toward zero; 16-bit floats in float32."""
-    if factor == 1.0:
-        return
-    if tensor.is_floating_point():
-        tensor.mul_(factor)
-    else:
-        tensor.copy_(tensor.double() * factor)
+def _start(call: CollectiveCall, tensors: Tensors, outputs: Tensors | None, reduction: ScaledReduction) -> int:
+    """Start a reduction. outputs: the tensors to overwrite, or None for new ones."""
 
-
-def is_integer_mean(tensor: Tensor, op: ReduceOp) -> bool:
-    return op is Average and not tensor.is_floating_point()
-
-
-def divide(tensor: Tensor, op: ReduceOp, size: int, active: int) -> None:
-    """Complete an average over `size` ranks: of integers from the sum; of floats from the mean over `active` ranks."""
-    if is_integer_mean(tensor, op):
-        torch.div(tensor, size, rounding_mode="trunc", out=tensor)
-    elif op is Average and active != size:
-        tensor.mul_(active).div_(size)
-
-
-def _start_allreduce(
-    tensors: Tensors,
-    outputs: Tensors | None,
-    op: ReduceOp,
-    name: str | None,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSet,
-    is_list: bool,
-    is_async: bool = False,
-) -> int:
-    """outputs: the tensors to overwrite, or None for new ones."""
-    kind, label = "grouped_allreduce" if is_list else "allreduce", name or ""
-
-    def begin(communicator: Communicator) -> Started:
-        results = copies(tensors) if outputs is None else outputs
+    def begin(communicator: Communicator) -> Any:
+        results = copies(tensors) if outputs is None else list(outputs)
         memory = detached(results)
-        ops = [Sum if is_integer_mean(tensor, op) else op for tensor in memory]
+        ops = [reduction.op_of(tensor) for tensor in memory]
         arrays = [view(tensor) for tensor in memory]
         for tensor in memory:
-            scale_(tensor, prescale)
-        works: Operations
-        if len(arrays) == 1 and not is_async:
-            call = functools.partial(communicator.allreduce_blocking, arrays[0], True, ops[0], label)
-            works = [handles.BlockingCall(communicator, call)]
-        elif len(set(ops)) == 1 and not is_async:
-            group = functools.partial(communicator.grouped_allreduce_blocking, arrays, True, ops[0], label)
-            works = [handles.BlockingCall(communicator, group)]
-        elif len(set(ops)) == 1 and len(arrays) > 1:
-            works = [communicator.grouped_allreduce(arrays, ops[0], label, in_place=True)]
-        else:
-            works = [communicator.allreduce(*pair, label, in_place=True) for pair in zip(arrays, ops, strict=True)]
+            reduction.begin(tensor)
 
         def finish(_: Any, active: int) -> Any:
             for tensor in memory:
-                divide(tensor, op, communicator.size, active)
-                scale_(tensor, postscale)
-            return list(results) if is_list else results[0]
+                reduction.end(tensor, communicator.size, active)
+            return results if call.is_list else results[0]
 
-        return works, finish
+        return _operations(communicator, arrays, ops, call), finish
 
-    return start_operation(kind, name, process_set, begin, is_async, joins=True)
+    return call.start(begin, allows_joined=True)
+
+
+def _operations(communicator: Communicator, arrays: list[Any], ops: list[ReduceOp], call: CollectiveCall) -> Operations:
+    """Start the reduction of arrays in place: one operation, unless the operators differ."""
+    if len(set(ops)) != 1:
+        return [communicator.allreduce(*pair, call.label, in_place=True) for pair in zip(arrays, ops, strict=True)]
+    if call.is_async and call.is_list:
+        return [communicator.grouped_allreduce(arrays, ops[0], call.label, in_place=True)]
+    if call.is_async:
+        return [communicator.allreduce(arrays[0], ops[0], call.label, in_place=True)]
+    if call.is_list:
+        reduce = functools.partial(communicator.grouped_allreduce_blocking, arrays, True, ops[0], call.label)
+        return [handles.DeferredCall(communicator, reduce)]
+    reduce_one = functools.partial(communicator.allreduce_blocking, arrays[0], True, ops[0], call.label)
+    return [handles.DeferredCall(communicator, reduce_one)]
+
+
+def _reduce(call: CollectiveCall, tensors: Tensors, compression: Any, reduction: ScaledReduction) -> list[Tensor]:
+    """Reduce tensors into new ones, with gradient."""
+
+    def run(call: CollectiveCall, tensors: Tensors) -> list[Tensor]:
+        return call.results(_start(call, tensors, None, reduction))
+
+    unnamed = dataclasses.replace(call, name=None)
+    return apply_compressed(compression, functools.partial(run, call), functools.partial(run, unnamed), tensors)
 
 
 def allreduce_async(
@@ -121,12 +154,13 @@ def allreduce_async(
 ) -> int:
     """Start `allreduce`, without compression and gradient. Returns a handle.
 
-    Raises ValueError if an operation of this name is not complete.
+    Raises ValueError if an operation of this name is still in progress.
 
     Example: `hvd.synchronize(hvd.allreduce_async(torch.ones(2), op=hvd.Sum))`.
     """
-    op = operator(op, average)
-    return _start_allreduce([tensor], None, op, name, prescale_factor, postscale_factor, process_set, False, True)
+    reduction = ScaledReduction(operator(op, average), prescale_factor, postscale_factor).check()
+    call = CollectiveCall("allreduce", name, process_set, is_async=True)
+    return _start(call, [tensor], None, reduction)
 
 
 def allreduce(
@@ -141,25 +175,18 @@ def allreduce(
 ) -> Tensor:
     """Reduce a tensor over the ranks. Returns a new tensor of its shape and dtype. Differentiable.
 
-    average: deprecated, use `op`. op: hvd.Average (default; of integers rounded toward zero), Sum, Min, Max or Product.
+    average: deprecated, use `op`. op: hvd.Average (default; integers are truncated), Sum, Min, Max or Product.
     prescale_factor, postscale_factor: the tensor is multiplied by them before and after the reduction.
     compression: hvd.Compression.none or .fp16, or a class with static methods `compress` and `decompress`.
 
-    Raises HorovodInternalError, on all ranks, if the tensors or calls differ or cannot be used; NotImplementedError for
-    hvd.Adasum.
+    Raises HorovodInternalError, on all ranks, if the tensors or calls differ or cannot be used; ValueError, on this
+    rank, for another `op`; NotImplementedError for hvd.Adasum.
 
     Example: on 2 ranks, `hvd.allreduce(torch.tensor([1.0 + hvd.rank()]))` returns `[1.5]`.
     """
-    op, named = operator(op, average), [name]
-
-    def reduce(tensors: Tensors) -> list[Tensor]:
-        label = named.pop() if named else None  # the gradient has no name
-        scales = prescale_factor, postscale_factor
-        return [handles.synchronize(_start_allreduce(tensors, None, op, label, *scales, process_set, False))]
-
-    compressed, context = compression.compress(tensor)
-    (result,) = Differentiable.apply(reduce, reduce, compressed)
-    return compression.decompress(result, context)
+    reduction = ScaledReduction(operator(op, average), prescale_factor, postscale_factor).check()
+    call = CollectiveCall("allreduce", name, process_set)
+    return _reduce(call, [tensor], compression, reduction)[0]
 
 
 def allreduce_async_(
@@ -175,8 +202,9 @@ def allreduce_async_(
 
     Example: `hvd.synchronize(hvd.allreduce_async_(tensor))`.
     """
-    op = operator(op, average)
-    return _start_allreduce([tensor], [tensor], op, name, prescale_factor, postscale_factor, process_set, False, True)
+    reduction = ScaledReduction(operator(op, average), prescale_factor, postscale_factor).check()
+    call = CollectiveCall("allreduce", name, process_set, is_async=True)
+    return _start(call, [tensor], [tensor], reduction)
 
 
 def allreduce_(
@@ -192,8 +220,9 @@ def allreduce_(
 
     Example: `hvd.allreduce_(tensor, op=hvd.Max)`.
     """
-    op, scales = operator(op, average), (prescale_factor, postscale_factor)
-    return handles.synchronize(_start_allreduce([tensor], [tensor], op, name, *scales, process_set, False))
+    reduction = ScaledReduction(operator(op, average), prescale_factor, postscale_factor).check()
+    call = CollectiveCall("allreduce", name, process_set)
+    return call.results(_start(call, [tensor], [tensor], reduction))[0]
 
 
 def grouped_allreduce_async(
@@ -209,8 +238,9 @@ def grouped_allreduce_async(
 
     Example: `hvd.synchronize(hvd.grouped_allreduce_async([torch.ones(2), torch.ones(3)]))`.
     """
-    op = operator(op, average)
-    return _start_allreduce(tensors, None, op, name, prescale_factor, postscale_factor, process_set, True, True)
+    reduction = ScaledReduction(operator(op, average), prescale_factor, postscale_factor).check()
+    call = CollectiveCall("allreduce", name, process_set, is_list=True, is_async=True)
+    return _start(call, tensors, None, reduction)
 
 
 def grouped_allreduce(
@@ -228,18 +258,9 @@ def grouped_allreduce(
 
     Example: `hvd.grouped_allreduce([torch.ones(2), torch.ones(3)], op=hvd.Sum)`.
     """
-    op, named = operator(op, average), [name]
-
-    def reduce(tensors: Tensors) -> list[Tensor]:
-        label = named.pop() if named else None
-        scales = prescale_factor, postscale_factor
-        return handles.synchronize(  # type: ignore[no-any-return]
-            _start_allreduce(tensors, None, op, label, *scales, process_set, True)
-        )
-
-    pairs = [compression.compress(tensor) for tensor in tensors]
-    results = Differentiable.apply(reduce, reduce, *(compressed for compressed, _ in pairs))
-    return [compression.decompress(result, context) for result, (_, context) in zip(results, pairs, strict=True)]
+    reduction = ScaledReduction(operator(op, average), prescale_factor, postscale_factor).check()
+    call = CollectiveCall("allreduce", name, process_set, is_list=True)
+    return _reduce(call, tensors, compression, reduction)
 
 
 def grouped_allreduce_async_(
@@ -255,8 +276,9 @@ def grouped_allreduce_async_(
 
     Example: `hvd.synchronize(hvd.grouped_allreduce_async_(tensors))`.
     """
-    op = operator(op, average)
-    return _start_allreduce(tensors, tensors, op, name, prescale_factor, postscale_factor, process_set, True, True)
+    reduction = ScaledReduction(operator(op, average), prescale_factor, postscale_factor).check()
+    call = CollectiveCall("allreduce", name, process_set, is_list=True, is_async=True)
+    return _start(call, tensors, tensors, reduction)
 
 
 def grouped_allreduce_(
@@ -272,7 +294,6 @@ def grouped_allreduce_(
 
     Example: `hvd.grouped_allreduce_([tensor.grad for tensor in parameters])`.
     """
-    op, scales = operator(op, average), (prescale_factor, postscale_factor)
-    return handles.synchronize(  # type: ignore[no-any-return]
-        _start_allreduce(tensors, tensors, op, name, *scales, process_set, True)
-    )
+    reduction = ScaledReduction(operator(op, average), prescale_factor, postscale_factor).check()
+    call = CollectiveCall("allreduce", name, process_set, is_list=True)
+    return call.results(_start(call, tensors, tensors, reduction))

@@ -1,4 +1,4 @@
-"""alltoall. The gradient is sent back to the ranks that the rows came from."""
+"""alltoall. The gradient of a row is sent back to the rank that the row came from."""
 
 from typing import Any
 
@@ -7,25 +7,15 @@ from torch import Tensor
 
 from allred.comm.communicator import Communicator
 from allred.torch.horovod import handles
-from allred.torch.horovod.operations import (
-    Differentiable,
-    Started,
-    Tensors,
-    detached,
-    result_as_tensor,
-    rows_of,
-    start_operation,
-)
+from allred.torch.horovod.operations import CollectiveCall, Differentiable, Tensors, detached, result_as_tensor, rows_of
 from allred.torch.horovod.process_sets import ProcessSet, global_process_set
 
 
-def _start_alltoall(
-    tensor: Tensor, splits: Any, name: str | None, process_set: ProcessSet, is_async: bool = False
-) -> int:
-    def begin(communicator: Communicator) -> Started:
+def _start(call: CollectiveCall, tensor: Tensor, splits: Any) -> int:
+    def begin(communicator: Communicator) -> Any:
         (source,) = detached([tensor])
         rows = splits.tolist() if isinstance(splits, torch.Tensor) else splits
-        work = communicator.alltoall(source if source.is_cuda else rows_of(source), rows, name or "")
+        work = communicator.alltoall(rows_of(source), rows, call.label)
 
         def finish(results: list[Any], _: int) -> tuple[Tensor, Tensor]:
             array, counts = results[0]
@@ -34,7 +24,7 @@ def _start_alltoall(
 
         return [work], finish
 
-    return start_operation("alltoall", name, process_set, begin, is_async, joins=False)
+    return call.start(begin)
 
 
 def alltoall_async(
@@ -44,33 +34,34 @@ def alltoall_async(
 
     Example: `rows, received = hvd.synchronize(hvd.alltoall_async(torch.arange(4)))`.
     """
-    return _start_alltoall(tensor, splits, name, process_set, True)
+    return _start(CollectiveCall("alltoall", name, process_set, is_async=True), tensor, splits)
 
 
 def alltoall(
     tensor: Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
     """Send splits[r] rows of a tensor to each rank r. Returns the rows received, in rank order, as a new tensor; with
-    `splits` also a tensor of their numbers by rank. Differentiable.
+    `splits` also the received splits, a 1-d tensor whose entry r is the number of rows from rank r. Differentiable.
 
-    splits: a list or an integer tensor, whose dtype and device the received numbers get. Without it the rows must
-    divide evenly.
+    splits: a list, or an integer tensor, whose dtype and device the received splits get; those of a list are int32.
+    Without it the rows must divide evenly.
 
     Raises HorovodInternalError, which is a ValueError too, on all ranks, if the splits of a rank do not add up to its
     rows.
 
     Example: on 2 ranks, `hvd.alltoall(torch.tensor([hvd.rank(), 5]))` returns `[0, 1]` on rank 0.
     """
+    call, shape = CollectiveCall("alltoall", name, process_set), tensor.shape
     received: list[Tensor] = []
 
     def run(tensors: Tensors) -> list[Tensor]:
-        rows, counts = handles.synchronize(_start_alltoall(tensors[0], splits, name, process_set))
+        rows, counts = handles.synchronize(_start(call, tensors[0], splits))
         received.append(counts)
         return [rows]
 
     def gradient(gradients: Tensors) -> list[Tensor]:
         rows, _ = alltoall(gradients[0], received[0], process_set=process_set)
-        return [rows.reshape(tensor.shape)]
+        return [rows.reshape(shape)]
 
     (result,) = Differentiable.apply(run, gradient, tensor)
     return result if splits is None else (result, received[0])

@@ -5,16 +5,16 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from allred import startup, world
+from allred import log, startup, world
 from allred.cluster import mpi, topology
 from allred.errors import InputError
 from allred.torch.horovod import handles, process_sets, rank_timeline, variables
-from allred.torch.horovod.horovod_errors import HorovodNotInitializedError
+from allred.torch.horovod.process_sets import ProcessSet, check_initialized, register
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
-    """Join the other ranks, as `allred.init`; settings are the variables ALLRED_... and HOROVOD_... Repeated calls are
-    allowed.
+    """Initialize, as `allred.init`. Settings come from the environment variables ALLRED_* and HOROVOD_*. Repeated calls
+    are allowed.
 
     comm: an mpi4py communicator, or a list of ranks of MPI.COMM_WORLD, which call init together; default: all.
     process_sets: a list of hvd.ProcessSet, the same on all ranks; "dynamic" and None: none. `hvd.add_process_set`
@@ -24,46 +24,48 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
     Example: `hvd.init()`.
     """
+    sets = _checked_sets(process_sets)
     if not world.is_initialized():
         variables.apply(os.environ)
-        startup.init(_communicator(comm))
-        if (path := os.environ.get("HOROVOD_TIMELINE", "")) and path != "DYNAMIC":
-            rank_timeline.start_timeline(path)
+        startup.init(None if comm == [] else comm)
+        _forget_all()
+        _start_timeline()
+    register(sets)
+
+
+def _forget_all() -> None:
+    """Forget handles and process sets: those of a world that has ended."""
     handles.forget_all()
-    _register(process_sets)
+    process_sets.forget_all()
 
 
-def _register(given: Any) -> None:
-    sets = [] if given is None or str(given).lower() == "dynamic" else list(given)
-    if not all(isinstance(each, process_sets.ProcessSet) for each in sets):
+def _start_timeline() -> None:
+    """Start the timeline of HOROVOD_TIMELINE. If that is not possible, the program runs without it."""
+    path = os.environ.get("HOROVOD_TIMELINE", "")
+    if path and path != "DYNAMIC":
+        try:
+            rank_timeline.start_timeline(path)
+        except InputError as error:
+            log.rank_warning(f"HOROVOD_TIMELINE={path}: {error}")
+
+
+def _checked_sets(given: Any) -> list[ProcessSet]:
+    """Return the process sets of the argument of `init`."""
+    sets = [] if given is None or given == "dynamic" else given
+    if isinstance(sets, str) or not all(isinstance(each, ProcessSet) for each in sets):
         raise InputError(f"init(process_sets={given!r}): expected a list of hvd.ProcessSet")
-    process_sets.register(sets)
-
-
-def _communicator(comm: Any) -> Any:
-    """Return the mpi4py communicator for `allred.init`."""
-    if comm is None or hasattr(comm, "Get_group"):
-        return comm
-    ranks = list(comm)
-    if not ranks:
-        return None
-    MPI, _ = mpi.load()  # noqa: N806  (mpi4py's spelling)
-    everyone = None if MPI is None else MPI.COMM_WORLD
-    number, size = (0, 1) if everyone is None else (everyone.Get_rank(), everyone.Get_size())
-    if number not in ranks or not set(ranks) <= set(range(size)):
-        raise InputError(f"init(comm={ranks}) on rank {number} of {size}: call it on these ranks only")
-    return None if everyone is None else everyone.Create_group(everyone.Get_group().Incl(ranks))
+    return list(sets)
 
 
 def shutdown() -> None:
-    """Leave the other ranks, as `allred.shutdown`. Does nothing before `hvd.init()`.
+    """Shut down, as `allred.shutdown`. Does nothing before `hvd.init()`.
 
     Example: `hvd.shutdown()`.
     """
     if world.is_initialized():
         rank_timeline.stop_timeline()
         startup.shutdown()
-    handles.forget_all()
+    _forget_all()
 
 
 def is_initialized() -> bool:
@@ -75,13 +77,12 @@ def is_initialized() -> bool:
 
 
 def _number(number: Callable[[], int]) -> int:
-    if not world.is_initialized():
-        raise HorovodNotInitializedError("the ranks have no numbers yet: call hvd.init() before")
+    check_initialized("hvd.rank(), hvd.size() and others")
     return number()
 
 
 def rank() -> int:
-    """Return this rank's number, 0 to size() - 1. Raises ValueError before `hvd.init()`.
+    """Return the rank of this process, 0 to size() - 1. Raises ValueError before `hvd.init()`.
 
     Example: `if hvd.rank() == 0: print(loss)`.
     """
@@ -97,7 +98,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Return this rank's number on its node. Raises ValueError before `hvd.init()`.
+    """Return the rank of this process on its node, 0 to local_size() - 1. Raises ValueError before `hvd.init()`.
 
     Example: `torch.cuda.set_device(hvd.local_rank())`.
     """
@@ -113,8 +114,8 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return this rank's number among the ranks of all nodes that have its local rank. Raises ValueError before
-    `hvd.init()`.
+    """Return the rank of this process among those of all nodes that have its local rank, 0 to cross_size() - 1. Raises
+    ValueError before `hvd.init()`.
 
     Example: `hvd.cross_rank()`.
     """

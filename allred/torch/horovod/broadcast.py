@@ -1,27 +1,26 @@
-"""broadcast. As in Horovod, the gradient on the root is the mean over the ranks, and zeros elsewhere."""
+"""broadcast. As in Horovod, the gradient of the root is the mean of the gradients of the results of all ranks; other
+ranks get zeros."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from allred.comm import functions
 from allred.comm.communicator import Communicator
-from allred.torch.horovod import handles
 from allred.torch.horovod.allreduce import Average, allreduce
-from allred.torch.horovod.operations import Differentiable, Started, Tensors, copies, detached, start_operation
-from allred.torch.horovod.process_sets import ProcessSet, global_process_set
+from allred.torch.horovod.operations import CollectiveCall, Differentiable, Tensors, copies, detached
+from allred.torch.horovod.process_sets import ProcessSet, communicator_of, global_process_set
 from allred.torch.tensors import as_raw_array
 
 
-def _start_broadcast(
-    tensor: Tensor, in_place: bool, root_rank: int, name: str | None, process_set: ProcessSet, is_async: bool = False
-) -> int:
-    def begin(communicator: Communicator) -> Started:
+def _start(call: CollectiveCall, tensor: Tensor, root_rank: int, in_place: bool) -> int:
+    def begin(communicator: Communicator) -> Any:
         target = tensor if in_place else copies([tensor])[0]
         (memory,) = detached([target])
         array = memory if memory.is_cuda else as_raw_array(memory)
-        return [communicator.broadcast(array, root_rank, name or "", in_place=True)], lambda _, __: target
+        return [communicator.broadcast(array, root_rank, call.label, in_place=True)], lambda _, __: target
 
-    return start_operation("broadcast", name, process_set, begin, is_async, joins=False)
+    return call.start(begin)
 
 
 def broadcast_async(
@@ -31,7 +30,7 @@ def broadcast_async(
 
     Example: `hvd.synchronize(hvd.broadcast_async(tensor, root_rank=0))`.
     """
-    return _start_broadcast(tensor, False, root_rank, name, process_set, True)
+    return _start(CollectiveCall("broadcast", name, process_set, is_async=True), tensor, root_rank, in_place=False)
 
 
 def broadcast(
@@ -45,13 +44,14 @@ def broadcast(
 
     Example: on 2 ranks, `hvd.broadcast(torch.tensor([hvd.rank()]), root_rank=1)` returns `[1]`.
     """
+    call = CollectiveCall("broadcast", name, process_set)
 
     def run(tensors: Tensors) -> list[Tensor]:
-        return [handles.synchronize(_start_broadcast(tensors[0], False, root_rank, name, process_set))]
+        return call.results(_start(call, tensors[0], root_rank, in_place=False))
 
     def gradient(gradients: Tensors) -> list[Tensor]:
         mean = allreduce(gradients[0], op=Average, process_set=process_set)
-        return [mean if functions.current().rank == root_rank else torch.zeros_like(mean)]
+        return [mean if communicator_of(process_set).number == root_rank else torch.zeros_like(mean)]
 
     (result,) = Differentiable.apply(run, gradient, tensor)
     return result
@@ -64,7 +64,7 @@ def broadcast_async_(
 
     Example: `hvd.synchronize(hvd.broadcast_async_(tensor, root_rank=0))`.
     """
-    return _start_broadcast(tensor, True, root_rank, name, process_set, True)
+    return _start(CollectiveCall("broadcast", name, process_set, is_async=True), tensor, root_rank, in_place=True)
 
 
 def broadcast_(
@@ -74,4 +74,5 @@ def broadcast_(
 
     Example: `hvd.broadcast_(model.weight, root_rank=0)`.
     """
-    return handles.synchronize(_start_broadcast(tensor, True, root_rank, name, process_set))
+    call = CollectiveCall("broadcast", name, process_set)
+    return call.results(_start(call, tensor, root_rank, in_place=True))[0]

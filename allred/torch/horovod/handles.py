@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from allred.comm.communicator import Communicator
@@ -10,77 +10,82 @@ from allred.comm.work import Work
 from allred.errors import InputError
 from allred.torch.horovod.horovod_errors import as_horovod_error
 
-_JOINED = "after hvd.join() of some ranks only allreduce and barrier are possible, as in Horovod"
+JOINED = "a rank has called hvd.join(); until all have, only allreduce and barrier are available"
 
 
-class BlockingCall:
-    """An operation that starts when the program waits for it, which is faster. ranks: as in Work."""
+class DeferredCall:
+    """A deferred blocking call: it runs in wait(), without a Work, which is faster. ranks: as in Work."""
 
     def __init__(self, communicator: Communicator, call: Callable[[], Any]) -> None:
-        self._communicator, self._call, self.ranks = communicator, call, 0
+        self._communicator, self._call, self.ranks, self._has_run = communicator, call, 0, False
 
     def wait(self) -> Any:
+        self._has_run = True
         result = self._call()
         self.ranks = self._communicator.active.size
         return result
 
     def done(self) -> bool:
-        return False
+        return self._has_run
 
 
 @dataclasses.dataclass
-class Started:
-    """One or several operations that were started by one call.
+class AsyncCall:
+    """The operations that were started by one call.
 
     title: the kind and the name of the call. size: the number of ranks of its communicator. finish: returns the
-    result of the call from those of the operations and the number of ranks that took part. may_join: whether a rank
-    that has joined may be missing.
+    result of the call from those of the operations and the number of ranks that took part. allows_joined: whether it
+    is available while some ranks have joined.
     """
 
     title: str
-    works: Sequence[Work[Any] | BlockingCall]
+    works: Sequence[Work[Any] | DeferredCall]
     size: int
     finish: Callable[[list[Any], int], Any]
-    may_join: bool = False
-    key: tuple[int, str] | None = None  # of a named operation, see `_names`
+    allows_joined: bool = False
 
     def wait(self) -> Any:
         """Wait, and return the result."""
         with as_horovod_error():
             results = [work.wait() for work in self.works]
             active = self.works[-1].ranks if self.works else self.size
-            if active < self.size and not self.may_join:
-                raise InputError(f"{self.title}: {_JOINED}")
+            if active < self.size and not self.allows_joined:
+                raise InputError(f"{self.title}: {JOINED}")
             return self.finish(results, active)
+
+    def done(self) -> bool:
+        """Return whether all operations are complete; does not wait."""
+        return all(work.done() for work in self.works)
 
 
 _numbers = itertools.count()
-_started: dict[int, Started] = {}  # by handle
-_names: set[tuple[int, str]] = set()  # (process set id, title) of the named operations that are not complete
+_calls: dict[int, AsyncCall] = {}  # by handle
+_named: dict[tuple[int, str], AsyncCall] = {}  # the last call of each process set id and title
 
 
-def add(started: Started) -> int:
-    """Return a new handle."""
+def add(call: AsyncCall, key: tuple[int, str] | None) -> int:
+    """Return a new handle. key: the process set id and the title of a named operation."""
     handle = next(_numbers)
-    _started[handle] = started
-    if started.key is not None:
-        _names.add(started.key)
+    _calls[handle] = call
+    if key is not None:
+        _named[key] = call
     return handle
 
 
 def check_name(key: tuple[int, str]) -> None:
-    """Raise ValueError if an operation of this title is not complete."""
-    if key in _names:
+    """Raise ValueError if the last operation of this name is not complete."""
+    if (call := _named.pop(key, None)) is not None and not call.done():
+        _named[key] = call
         raise InputError(
-            f"{key[1]}: an operation of this name was started before; call hvd.synchronize() with its handle, or give "
-            "this one another name"
+            f"{key[1]}: an operation of this name is still in progress; call hvd.synchronize() with its handle, or "
+            "give this one another name"
         )
 
 
 def forget_all() -> None:
-    """Forget all operations: those of a world that has ended."""
-    _started.clear()
-    _names.clear()
+    """Forget all operations, such as those of a world that has ended."""
+    _calls.clear()
+    _named.clear()
 
 
 def poll(handle: int) -> bool:
@@ -90,13 +95,10 @@ def poll(handle: int) -> bool:
 
     Example: `hvd.poll(hvd.allreduce_async(torch.ones(2)))`.
     """
-    started = _started.get(handle)
-    if started is None:
+    call = _calls.get(handle)
+    if call is None:
         raise InputError(f"poll({handle!r}): there is no such handle, or hvd.synchronize() was called with it")
-    complete = all(work.done() for work in started.works)
-    if complete and started.key is not None:
-        _names.discard(started.key)
-    return complete
+    return call.done()
 
 
 def synchronize(handle: int) -> Any:
@@ -106,9 +108,22 @@ def synchronize(handle: int) -> Any:
 
     Example: `mean = hvd.synchronize(hvd.allreduce_async(torch.ones(2)))`.
     """
-    started = _started.pop(handle, None)
-    if started is None:
-        return None
-    if started.key is not None:
-        _names.discard(started.key)
-    return started.wait()
+    call = _calls.pop(handle, None)
+    try:
+        return None if call is None else call.wait()
+    except BaseException:
+        _named.clear()  # the program may repeat operations whose first attempt it does not wait for
+        raise
+
+
+def synchronize_all(started: Iterable[int]) -> list[Any]:
+    """Wait for all operations, and return their results. Then raise the first error, if any failed."""
+    results, errors = [], []
+    for handle in started:
+        try:
+            results.append(synchronize(handle))
+        except RuntimeError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return results

@@ -1,6 +1,6 @@
 """Horovod's exceptions.
 
-An error of allred keeps its own class, too: MismatchError becomes a class that is both. So `except
+Each error is an instance of HorovodInternalError and of allred's class, such as MismatchError. So `except
 hvd.HorovodInternalError`, `except ValueError` and `except allred.MismatchError` of programs work.
 """
 
@@ -27,7 +27,8 @@ class HorovodNotInitializedError(AllredError, ValueError):
 
 
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818  (Horovod's name)
-    """The hosts of an elastic job have changed. skip_sync: whether the state need not be synchronized."""
+    """The hosts of an elastic job have changed. skip_sync: True if state.sync() is not needed before the
+    next call."""
 
     def __init__(self, skip_sync: bool) -> None:
         super().__init__(skip_sync)

@@ -2,11 +2,12 @@
 
 It is a hooked optimizer (allred/torch/hooked_optimizer.py): the gradients are averaged at the end of each backward
 pass, so `synchronize` has nothing to wait for. Compressors of the program, reductions other than Average and Sum, and
-gradient_predivide_factor take another way: `_reduce_one_by_one`.
+gradient_predivide_factor use one grouped allreduce at the end of the backward pass (`_reduce_group`).
 """
 
 import contextlib
 import dataclasses
+import numbers
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -20,11 +21,12 @@ from allred.ps import context
 from allred.torch.backward_state import BackwardPass, NextStep
 from allred.torch.hooked_optimizer import HookedOptimizer
 from allred.torch.horovod import handles
-from allred.torch.horovod.allreduce import Adasum, Average, Sum, grouped_allreduce_async_
+from allred.torch.horovod.allreduce import Average, Sum, grouped_allreduce_async_, operator
 from allred.torch.horovod.basics import size
 from allred.torch.horovod.compression import Compression
 from allred.torch.horovod.horovod_errors import as_horovod_error
-from allred.torch.horovod.process_sets import ProcessSet, global_process_set, rank_set
+from allred.torch.horovod.operations import check_compression
+from allred.torch.horovod.process_sets import ProcessSet, check_initialized, global_process_set, rank_set
 from allred.torch.horovod.sparse_allreduce import sparse_allreduce_async
 
 _FUSED_COMPRESSION = {Compression.none: ops.Compression.none, Compression.fp16: ops.Compression.fp16}
@@ -56,6 +58,7 @@ class HorovodStep(HookedOptimizer):
         self._reduction = reduction
         self.is_synchronized = False  # by `synchronize`, since the last step
         self.should_synchronize = True  # in `step`
+        self.calls_closure = False  # in `step`
         options = StepOptions(
             op=reduction.op if reduction.is_fused else Average,
             accumulate=passes,
@@ -89,7 +92,7 @@ class HorovodStep(HookedOptimizer):
                 super().reduce_all()
                 self._average_over_joined()
             else:
-                self._reduce_one_by_one()
+                self._reduce_group()
             for parameter in sparse:
                 parameter.grad = parameter.grad.to_sparse()
 
@@ -111,9 +114,15 @@ class HorovodStep(HookedOptimizer):
                 if parameter.grad is not None:
                     parameter.grad.mul_(active).div_(communicator.size)
 
-    def _reduce_one_by_one(self) -> None:
-        """Compress, reduce and decompress each gradient. A missing one counts as zeros."""
+    def _reduce_group(self) -> None:
+        """Compress all gradients, reduce them in one grouped allreduce, and decompress them. A missing gradient counts
+        as zeros."""
         reduction, dense, waits = self._reduction, [], []
+        if self._next.is_reduced and reduction.op is not Average:
+            raise InputError(
+                f"op=hvd.{reduction.op.value}: a backward pass has added to gradients that were reduced already; set "
+                "backward_passes_per_step to the number of backward passes before optimizer.step()"
+            )
         self._backward = BackwardPass()
         for name, parameter in self._trained().items():
             if parameter.grad is None:
@@ -150,7 +159,7 @@ class HorovodStep(HookedOptimizer):
         self.is_synchronized = True
 
     def forget_gradients(self) -> None:
-        """Begin the next step anew: an error has ended it, or the optimizer was restored."""
+        """Discard the gradients of an unfinished step."""
         self._next = NextStep()
         self.is_synchronized, self.should_synchronize = False, True
 
@@ -166,7 +175,11 @@ class HorovodStep(HookedOptimizer):
                 )
             self.synchronize()
         self.is_synchronized = False
-        return super().step_torch_optimizer(closure)
+        self.calls_closure = closure is not None
+        try:
+            return super().step_torch_optimizer(closure)
+        finally:
+            self.calls_closure = False
 
 
 class _HorovodMethods:
@@ -174,6 +187,9 @@ class _HorovodMethods:
     ranks outside of the process set, and if there is one rank."""
 
     allred: HorovodStep | None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a DistributedOptimizer cannot be copied or pickled: copy or save optimizer.state_dict()")
 
     def synchronize(self) -> None:
         """Wait until the gradients are reduced. They are after `backward()`; if a rank made no backward pass, this call
@@ -210,15 +226,16 @@ class _HorovodMethods:
             self.allred.passes = passes
 
     def load_state_dict(self, *arguments: Any, **options: Any) -> None:
-        """As in torch. The gradients of a backward pass before are not used, so `zero_grad` is possible."""
+        """As in torch. Discards the gradients of an unfinished step; `zero_grad` is then allowed."""
         if self.allred is not None:
             self.allred.forget_gradients()
         super().load_state_dict(*arguments, **options)  # type: ignore[misc]
 
     def zero_grad(self, *arguments: Any, **options: Any) -> None:
-        """As in torch. Raises AssertionError after `backward()` and before `step()` or `synchronize()`."""
+        """As in torch. Raises AssertionError after `backward()` and before `step()` or `synchronize()`, except in the
+        closure of `step`."""
         own = self.allred
-        if own is not None and own.has_gradients and not own.is_synchronized:
+        if own is not None and own.has_gradients and not (own.is_synchronized or own.calls_closure):
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
                 "optimizer.synchronize(); the gradients of this backward pass would be lost"
@@ -241,7 +258,8 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     """Make a torch optimizer average gradients over the ranks. Returns the same object, whose class gets the methods
     synchronize, skip_synchronize and set_backward_passes_per_step.
 
-    named_parameters: names and parameters, for messages; default: "group.position".
+    named_parameters: names and parameters, for messages; default: the names of the optimizer, else "0.3" for parameter
+        3 of group 0.
     compression: hvd.Compression.none or .fp16, or a class with static methods `compress` and `decompress`.
     backward_passes_per_step: the gradients of this number of backward passes are added, and reduced once.
     op: hvd.Average, Sum, Min, Max or Product.
@@ -255,13 +273,15 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
 
     Example: `optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())`.
     """
-    if op == Adasum:
-        raise NotImplementedError("Adasum is not available; use op=hvd.Average")
-    if gradient_predivide_factor != 1.0 and op is not Average:
-        raise InputError(f"gradient_predivide_factor={gradient_predivide_factor} needs op=hvd.Average, got op={op!r}")
+    check_initialized("DistributedOptimizer()")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(f"DistributedOptimizer({type(optimizer).__name__}): expected an optimizer of torch")
+    op = operator(op)
+    check_compression(compression)
+    _check_predivide_factor(gradient_predivide_factor, op)
     if num_groups:
-        warnings.warn("num_groups was replaced by groups", DeprecationWarning, stacklevel=2)
-    _check_groups(groups)
+        warnings.warn("num_groups is deprecated; pass groups", DeprecationWarning, stacklevel=2)
+    _check_groups(groups if groups is not None or not num_groups else num_groups)
     passes, names = _passes(backward_passes_per_step), _names(optimizer, named_parameters)
     if isinstance(getattr(optimizer, "allred", None), HookedOptimizer) or isinstance(optimizer, _HorovodMethods):
         raise TypeError("this optimizer is distributed already; wrapping it twice would average twice")
@@ -280,14 +300,21 @@ def _passes(count: int) -> int:
     return count
 
 
+def _check_predivide_factor(factor: Any, op: Any) -> None:
+    if not (isinstance(factor, numbers.Real) and float(factor) > 0):
+        raise InputError(f"gradient_predivide_factor={factor!r} must be a positive number")
+    if factor != 1.0 and op is not Average:
+        raise InputError(f"gradient_predivide_factor={factor} needs op=hvd.Average, got op=hvd.{op.value}")
+
+
 def _check_groups(groups: Any) -> None:
     if groups is None or (isinstance(groups, int) and groups > 0):
         return
     if not isinstance(groups, list):
-        raise InputError(f"groups={groups!r} must be a positive number, or a list of lists of tensors")
+        raise InputError(f"groups={groups!r}: expected a number of at least 1, or a list of lists of tensors")
     tensors = [tensor for group in groups for tensor in group]
     if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
-        raise InputError("groups must be lists of tensors")
+        raise InputError(f"groups={groups!r}: expected lists of tensors")
     if len({id(tensor) for tensor in tensors}) < len(tensors):
         raise InputError("groups: a parameter is in two groups")
 

@@ -22,7 +22,7 @@ def join(device: int = -1) -> int:
     reducescatter of the other ranks raise HorovodInternalError. Afterwards parameters and state of each
     DistributedOptimizer are those of the rank that joined last; in Horovod the program has to broadcast them.
 
-    device: without meaning; no memory is needed.
+    device: ignored.
 
     Example: after a loop over batches whose number differs between ranks, `last = hvd.join()`.
     """

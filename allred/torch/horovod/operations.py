@@ -1,8 +1,9 @@
-"""The common parts of the collectives: the start of operations, tensors as arrays, and gradients.
+"""Start of an operation, conversion of tensors to arrays, and autograd; used by all collectives.
 
 Operations match in the order of the calls, which must be the same on all ranks; Horovod matches them by name.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,35 +22,53 @@ from allred.torch.horovod.process_sets import ProcessSet, communicator_of
 from allred.torch.tensors import as_array, as_raw_array, as_tensor, check_host
 
 Tensors = Sequence[Tensor]
-Operations = Sequence[Work[Any] | handles.BlockingCall]
-Started = tuple[Operations, Callable[[list[Any], int], Any]]  # operations, and handles.Started.finish
-Begin = Callable[[Communicator], Started]
+Operations = Sequence[Work[Any] | handles.DeferredCall]
+# Starts the operations of a call. Returns them and `handles.AsyncCall.finish`.
+Begin = Callable[[Communicator], tuple[Operations, Callable[[list[Any], int], Any]]]
 
 
-def start_operation(
-    kind: str, name: str | None, process_set: ProcessSet, begin: Begin, is_async: bool, joins: bool
-) -> int:
-    """Start the operations of one call. begin: starts them, and returns them and `Started.finish`. If it raises
-    InputError, all ranks raise it. Return the handle."""
-    title, number = f"{kind}{quoted(name or '')}", process_set.process_set_id or 0
-    communicator = communicator_of(process_set)
-    key = (number, title) if name else None
-    if key is not None:
-        handles.check_name(key)
-    if is_async:
-        functions.enable_progress(communicator)
-    with as_horovod_error():
-        try:
-            works, finish = begin(communicator)
-        except InputError as error:
-            communicator.check(kind.removeprefix("grouped_"), title, problem=str(error)).wait()
-            raise
-    return handles.add(handles.Started(title, works, communicator.size, finish, joins, key))
+@dataclasses.dataclass(frozen=True)
+class CollectiveCall:
+    """A call of a collective. is_list: of a list of tensors. is_async: the program waits for it later."""
+
+    kind: str
+    name: str | None
+    process_set: ProcessSet
+    is_list: bool = False
+    is_async: bool = False
+
+    @property
+    def label(self) -> str:
+        """The name for the functions of allred."""
+        return self.name or ""
+
+    def start(self, begin: Begin, allows_joined: bool = False) -> int:
+        """Call `begin` and return the handle. If it raises InputError, all ranks raise it. allows_joined: as in
+        handles.AsyncCall."""
+        communicator = communicator_of(self.process_set)
+        title = f"{'grouped_' * self.is_list}{self.kind}{quoted(self.label)}"
+        key = (self.process_set.process_set_id or 0, title) if self.name else None
+        if key is not None:
+            handles.check_name(key)
+        if self.is_async:
+            functions.enable_progress(communicator)
+        with as_horovod_error():
+            try:
+                works, finish = begin(communicator)
+            except InputError as error:
+                communicator.check(self.kind, title, problem=str(error)).wait()
+                raise
+        return handles.add(handles.AsyncCall(title, works, communicator.size, finish, allows_joined), key)
+
+    def results(self, handle: int) -> list[Tensor]:
+        """Wait for the call, and return its results as a list."""
+        found = handles.synchronize(handle)
+        return list(found) if self.is_list else [found]
 
 
 class Differentiable(torch.autograd.Function):
-    """run: returns the list of results for tensors; gradient: returns the gradients of the tensors for those of the
-    results."""
+    """forward(run, gradient, *tensors) returns run(tensors). backward returns gradient(gradients of the results): a
+    gradient for each tensor."""
 
     @staticmethod
     def forward(
@@ -61,6 +80,25 @@ class Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return (None, None, *ctx.gradient(list(gradients)))
+
+
+def apply_compressed(
+    compression: Any, run: Callable[[Tensors], list[Tensor]], gradient: Callable[..., Any], tensors: Tensors
+) -> list[Tensor]:
+    """As Differentiable, on compressed tensors. Return the decompressed results."""
+    check_compression(compression)
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    results = Differentiable.apply(run, gradient, *(compressed for compressed, _ in pairs))
+    return [compression.decompress(result, context) for result, (_, context) in zip(results, pairs, strict=True)]
+
+
+def check_compression(compression: Any) -> None:
+    """Raise InputError unless it is a compressor."""
+    if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
+        raise InputError(
+            f"compression={compression!r}: expected hvd.Compression.none or .fp16, or a class with static methods "
+            "compress and decompress"
+        )
 
 
 def detached(tensors: Tensors) -> list[Tensor]:
@@ -77,13 +115,14 @@ def copies(tensors: Tensors) -> list[Tensor]:
 
 
 def view(tensor: Tensor) -> Any:
-    """Return a tensor as the collectives of allred take it: an array on the host, or a tensor on a GPU."""
+    """Return a tensor as the reductions of allred take it: an array on the host, or a tensor on a GPU."""
     return tensor if tensor.is_cuda else as_array(tensor)
 
 
 def rows_of(tensor: Tensor) -> Any:
-    """Return a host tensor as an array of any dtype; a 0-d tensor counts as one of shape (1,)."""
-    return as_raw_array(tensor if tensor.ndim else tensor.reshape(1))
+    """As `view`, for collectives that move rows of any dtype. A 0-d tensor counts as one of shape (1,)."""
+    tensor = tensor if tensor.ndim else tensor.reshape(1)
+    return tensor if tensor.is_cuda else as_raw_array(tensor)
 
 
 def result_as_tensor(array: Any, like: Tensor) -> Tensor:

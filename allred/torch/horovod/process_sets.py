@@ -9,8 +9,8 @@ from allred.cluster import topology
 from allred.comm import functions
 from allred.comm.communicator import Communicator
 from allred.comm.process_set import ProcessSet as RankSet
-from allred.errors import InputError
-from allred.torch.horovod.horovod_errors import HorovodNotInitializedError
+from allred.errors import InputError, MismatchError
+from allred.torch.horovod.horovod_errors import HorovodNotInitializedError, as_horovod_error
 
 
 class ProcessSet:
@@ -63,36 +63,59 @@ _numbers = itertools.count(1)
 _registered: dict[int, ProcessSet] = {}  # by id, without the global one
 
 
-def register(process_sets: Sequence[ProcessSet]) -> None:
-    """Forget all sets, and register these. Called by `init`. Raises ValueError if two have the same ranks."""
+def forget_all() -> None:
+    """Remove all sets. Called when the world of their ranks has ended."""
     for each in _registered.values():
         each.process_set_id = None
     _registered.clear()
+    global_process_set.ranks = []
+
+
+def register(process_sets: Sequence[ProcessSet]) -> None:
+    """Register the sets that `init` got, except those that are. Raises ValueError if two have the same ranks."""
     global_process_set.ranks = list(range(topology.size()))
     for each in process_sets:
-        add_process_set(each)
+        if each.process_set_id is None:
+            add_process_set(each)
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Register a set, and return it. Call it on all ranks, in the same order.
+    """Register a set, and return it. Collective over all ranks, which pass the same ranks. Communicators may differ, as
+    the results of MPI's Split do; all of them are registered.
 
-    Raises ValueError if the ranks do not exist or another set has the same ranks, and before `hvd.init()`.
+    Raises ValueError, on all ranks, if the ranks do not exist, differ, or are those of another set; ValueError before
+    `hvd.init()`.
 
     Example: `first = hvd.add_process_set([0, 1])`.
     """
+    check_initialized("add_process_set()")
     made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    _check_initialized("add_process_set()")
     if made.mpi_comm is not None:
         made.ranks = list(RankSet(made.mpi_comm).ranks)
+    mine = made.ranks or [], made.mpi_comm is not None
+    with as_horovod_error():
+        everyone = functions.allgather_object((*mine, _problem(made)), name="add_process_set")
+        if problem := next((f"rank {rank}: {text}" for rank, (*_, text) in enumerate(everyone) if text), ""):
+            raise InputError(problem)
+        sets = sorted({tuple(ranks) for ranks, *_ in everyone})
+        if len(sets) > 1 and not all(of_comm for _, of_comm, _ in everyone):
+            raise MismatchError(f"add_process_set(): the ranks passed different sets, {', '.join(map(str, sets))}")
+    for ranks in sets:
+        each = made if list(ranks) == made.ranks else ProcessSet(ranks)
+        each.process_set_id = next(_numbers)
+        _registered[each.process_set_id] = each
+    return made
+
+
+def _problem(made: ProcessSet) -> str:
+    """Return why a set cannot be registered, or ""."""
     ranks, size = made.ranks or [], topology.size()
     if not ranks or len(set(ranks)) < len(ranks) or not 0 <= ranks[0] <= ranks[-1] < size:
-        raise InputError(f"{made}: expected different ranks from 0 to {size - 1}")
+        return f"{made}: expected different ranks from 0 to {size - 1}"
     for other in (global_process_set, *_registered.values()):
         if other.ranks == ranks:
-            raise InputError(f"{made}: there is a process set with these ranks already: {other}")
-    made.process_set_id = next(_numbers)
-    _registered[made.process_set_id] = made
-    return made
+            return f"{made}: there is a process set with these ranks already: {other}"
+    return ""
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
@@ -113,18 +136,19 @@ def rank_set(process_set: ProcessSet) -> RankSet | None:
         return None
     if not isinstance(process_set, ProcessSet) or process_set.process_set_id is None or process_set.ranks is None:
         raise InputError(
-            f"process_set={process_set}: it is not registered; pass it to hvd.init(process_sets=[...]) or to "
-            "hvd.add_process_set()"
+            f"process_set={process_set}: expected a registered hvd.ProcessSet; pass it to hvd.init(process_sets=[...]) "
+            "or to hvd.add_process_set() before"
         )
     return RankSet(process_set.ranks)
 
 
 def communicator_of(process_set: ProcessSet) -> Communicator:
     """Return the communicator of a set. Raises ValueError if this rank is not in it or the set is not registered."""
-    _check_initialized("this call")
+    check_initialized("this call")
     return functions.current(rank_set(process_set))
 
 
-def _check_initialized(what: str) -> None:
+def check_initialized(what: str) -> None:
+    """Raise ValueError before `hvd.init()`. what: the call."""
     if not world.is_initialized():
-        raise HorovodNotInitializedError(f"{what} needs the ranks: call hvd.init() before")
+        raise HorovodNotInitializedError(f"{what}: call hvd.init() first")

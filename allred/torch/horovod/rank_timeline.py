@@ -1,4 +1,4 @@
-"""A timeline of rank 0 that starts and stops at run time, as a trace for chrome://tracing.
+"""start_timeline and stop_timeline: record rank 0, and write a trace for chrome://tracing.
 
 ALLRED_TIMELINE records all ranks from init() on, and shows which rank waited for which (docs/timeline.md).
 """
@@ -20,7 +20,7 @@ from allred.timeline import recorder
 from allred.timeline.command import trace_events
 from allred.timeline.rank_file import read_timeline
 from allred.timeline.recorder import Recorder, Track
-from allred.torch.horovod.horovod_errors import HorovodNotInitializedError
+from allred.torch.horovod.process_sets import check_initialized
 
 _output: pathlib.Path | None = None  # of the timeline that is being recorded
 
@@ -28,14 +28,14 @@ _output: pathlib.Path | None = None  # of the timeline that is being recorded
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Record the operations of rank 0 until `stop_timeline` or the end of the program; other ranks ignore the call.
 
-    file_path: the trace, a JSON file. mark_cycles: without meaning.
+    file_path: the trace, a JSON file. mark_cycles: ignored.
 
     Raises ValueError before `hvd.init()`, if the file cannot be written, or while ALLRED_TIMELINE records.
 
     Example: `hvd.start_timeline("trace.json")`.
     """
     global _output
-    _check_initialized("start_timeline()")
+    check_initialized("start_timeline()")
     if topology.rank() != 0:
         return
     stop_timeline()
@@ -71,7 +71,7 @@ def stop_timeline() -> None:
 
     Example: `hvd.stop_timeline()`.
     """
-    _check_initialized("stop_timeline()")
+    check_initialized("stop_timeline()")
     _stop()
 
 
@@ -94,8 +94,3 @@ def _stop() -> None:
 def _records_of(output: pathlib.Path) -> pathlib.Path:
     """Return the file for the records, which become the trace."""
     return output.with_name(f"{output.name}.records")
-
-
-def _check_initialized(what: str) -> None:
-    if not world.is_initialized():
-        raise HorovodNotInitializedError(f"{what} needs the ranks: call hvd.init() before")

@@ -5,73 +5,62 @@ from typing import Any
 from torch import Tensor
 
 from allred.comm.communicator import Communicator
-from allred.comm.ops import ReduceOp
-from allred.torch.horovod import handles
+from allred.errors import InputError
 from allred.torch.horovod.allgather import grouped_allgather
-from allred.torch.horovod.allreduce import Average, Sum, divide, is_integer_mean, operator, scale_
+from allred.torch.horovod.allreduce import Average, ScaledReduction, Sum, operator
 from allred.torch.horovod.compression import Compression
 from allred.torch.horovod.operations import (
-    Differentiable,
-    Started,
+    CollectiveCall,
     Tensors,
+    apply_compressed,
     copies,
     detached,
     result_as_tensor,
-    start_operation,
     view,
 )
 from allred.torch.horovod.process_sets import ProcessSet, communicator_of, global_process_set
 
 
-def _start_reducescatter(
-    tensors: Tensors,
-    op: ReduceOp,
-    name: str | None,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSet,
-    is_list: bool,
-    is_async: bool = False,
-) -> int:
-    def begin(communicator: Communicator) -> Started:
-        sources = detached(tensors) if prescale == 1.0 else copies(tensors)
+def _reduction(op: Any, prescale: float, postscale: float) -> ScaledReduction:
+    if (found := operator(op)) not in (Average, Sum):
+        raise InputError(f"reducescatter with op={found!r}: use hvd.Average or hvd.Sum")
+    return ScaledReduction(found, prescale, postscale).check()
+
+
+def _start(call: CollectiveCall, tensors: Tensors, reduction: ScaledReduction) -> int:
+    def begin(communicator: Communicator) -> Any:
+        sources = detached(tensors) if reduction.prescale == 1.0 else copies(tensors)
         for tensor in sources:
-            scale_(tensor, prescale)
-        ops = [Sum if is_integer_mean(tensor, op) else op for tensor in sources]
-        pairs = zip([view(tensor) for tensor in sources], ops, strict=True)
-        works = [communicator.reducescatter(*pair, name or "") for pair in pairs]
+            reduction.begin(tensor)
+        pairs = [(view(tensor), reduction.op_of(tensor)) for tensor in sources]
+        works = [communicator.reducescatter(*pair, call.label) for pair in pairs]
 
         def finish(results: list[Any], active: int) -> Any:
             found = [result_as_tensor(result, tensor) for result, tensor in zip(results, sources, strict=True)]
             for tensor in found:
-                divide(tensor, op, communicator.size, active)
-                scale_(tensor, postscale)
-            return found if is_list else found[0]
+                reduction.end(tensor, communicator.size, active)
+            return found if call.is_list else found[0]
 
         return works, finish
 
-    kind = "grouped_reducescatter" if is_list else "reducescatter"
-    return start_operation(kind, name, process_set, begin, is_async, joins=False)
+    return call.start(begin)
 
 
 def _reduce_and_scatter(
-    tensors: Tensors, compression: Any, op: Any, name: str | None, scales: tuple[float, float],
-    process_set: ProcessSet, is_list: bool,
-) -> list[Tensor]:  # fmt: skip
+    call: CollectiveCall, tensors: Tensors, compression: Any, reduction: ScaledReduction
+) -> list[Tensor]:
     """Reduce and scatter tensors, with gradient."""
-    op = operator(op, None)
+    process_set = call.process_set
 
     def run(tensors: Tensors) -> list[Tensor]:
-        found = handles.synchronize(_start_reducescatter(tensors, op, name, *scales, process_set, is_list))
-        return found if is_list else [found]
+        return call.results(_start(call, tensors, reduction))
 
     def gradient(gradients: Tensors) -> list[Tensor]:
-        factor = scales[0] * scales[1] * (communicator_of(process_set).size if op is Sum else 1)
+        ranks = communicator_of(process_set).size if reduction.op is Sum else 1
+        factor = reduction.prescale * reduction.postscale * ranks
         return grouped_allgather([each * factor for each in gradients], process_set=process_set)
 
-    pairs = [compression.compress(tensor) for tensor in tensors]
-    results = Differentiable.apply(run, gradient, *(compressed for compressed, _ in pairs))
-    return [compression.decompress(result, context) for result, (_, context) in zip(results, pairs, strict=True)]
+    return apply_compressed(compression, run, gradient, tensors)
 
 
 def reducescatter_async(
@@ -86,8 +75,8 @@ def reducescatter_async(
 
     Example: `hvd.synchronize(hvd.reducescatter_async(torch.ones(4)))`.
     """
-    op = operator(op, None)
-    return _start_reducescatter([tensor], op, name, prescale_factor, postscale_factor, process_set, False, True)
+    reduction = _reduction(op, prescale_factor, postscale_factor)
+    return _start(CollectiveCall("reducescatter", name, process_set, is_async=True), [tensor], reduction)
 
 
 def reducescatter(
@@ -100,12 +89,14 @@ def reducescatter(
     postscale_factor: float = 1.0,
 ) -> Tensor:
     """Reduce a tensor over the ranks, and return this rank's rows of the result, a new tensor. If the rows do not
-    divide evenly, the first ranks get one more. Differentiable. Arguments and errors: see `allreduce`.
+    divide evenly, the first ranks get one more. Differentiable.
+
+    op: hvd.Average or hvd.Sum. Other arguments and errors: see `allreduce`.
 
     Example: on 2 ranks, `hvd.reducescatter(torch.tensor([1, 2]), op=hvd.Sum)` returns `[2]` on rank 0.
     """
-    scales = prescale_factor, postscale_factor
-    return _reduce_and_scatter([tensor], compression, op, name, scales, process_set, False)[0]
+    reduction = _reduction(op, prescale_factor, postscale_factor)
+    return _reduce_and_scatter(CollectiveCall("reducescatter", name, process_set), [tensor], compression, reduction)[0]
 
 
 def grouped_reducescatter_async(
@@ -120,8 +111,8 @@ def grouped_reducescatter_async(
 
     Example: `hvd.synchronize(hvd.grouped_reducescatter_async([torch.ones(4), torch.ones(2)]))`.
     """
-    op = operator(op, None)
-    return _start_reducescatter(tensors, op, name, prescale_factor, postscale_factor, process_set, True, True)
+    reduction = _reduction(op, prescale_factor, postscale_factor)
+    return _start(CollectiveCall("reducescatter", name, process_set, is_list=True, is_async=True), tensors, reduction)
 
 
 def grouped_reducescatter(
@@ -137,5 +128,6 @@ def grouped_reducescatter(
 
     Example: `hvd.grouped_reducescatter([torch.ones(4), torch.ones(2)])`.
     """
-    scales = prescale_factor, postscale_factor
-    return _reduce_and_scatter(tensors, compression, op, name, scales, process_set, True)
+    reduction = _reduction(op, prescale_factor, postscale_factor)
+    call = CollectiveCall("reducescatter", name, process_set, is_list=True)
+    return _reduce_and_scatter(call, tensors, compression, reduction)

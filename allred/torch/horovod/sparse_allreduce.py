@@ -18,11 +18,12 @@ def sparse_allreduce_async(
 ) -> Callable[[], Tensor]:
     """Start the sum or average of a sparse COO tensor. Returns a function that waits and returns the sparse result.
 
+    Raises ValueError for other reductions and tensors; the returned function raises HorovodInternalError.
+
     Example: `total = hvd.sparse_allreduce_async(gradient, name="embedding", op=hvd.Sum)()`.
     """
-    op = operator(op, None)
-    if op not in (Average, Sum):
-        raise InputError(f"op={op!r} of a sparse tensor: use hvd.Average or hvd.Sum")
+    if (found := operator(op)) not in (Average, Sum):
+        raise InputError(f"op={found!r} of a sparse tensor: use hvd.Average or hvd.Sum")
     if not tensor.is_sparse:
         raise InputError(f"sparse_allreduce_async({name!r}): expected a sparse COO tensor; use allreduce_async")
     mine, size = tensor.detach().coalesce(), communicator_of(process_set).size
@@ -30,9 +31,9 @@ def sparse_allreduce_async(
     values = allgather_async(mine.values(), f"{name}.values", process_set)
 
     def wait() -> Tensor:
-        rows, parts = handles.synchronize(indices), handles.synchronize(values)
+        rows, parts = handles.synchronize_all([indices, values])
         total = torch.sparse_coo_tensor(rows.t(), parts, tensor.shape, check_invariants=False).coalesce()
-        if op is Average:
+        if found is Average:
             total.values().div_(size)
         return total
 

@@ -1,18 +1,19 @@
-"""Copies of parameters, optimizer states and Python objects to all ranks."""
+"""Broadcast of parameters and optimizer state; broadcast and allgather of Python objects."""
 
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from allred.comm import functions
+from allred.comm.communicator import Communicator
 from allred.errors import InputError
 from allred.torch.horovod import handles
 from allred.torch.horovod.broadcast import broadcast_async_
-from allred.torch.horovod.horovod_errors import as_horovod_error
+from allred.torch.horovod.operations import CollectiveCall
 from allred.torch.horovod.process_sets import ProcessSet, communicator_of, global_process_set
 
-_PLACES = "allred: a tensor, which is sent apart"
+_TENSOR = "allred: a tensor, which is sent apart"
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
@@ -33,9 +34,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
             f"broadcast_parameters({type(params).__name__}): expected a dict or a list, such as model.state_dict() or "
             "list(model.parameters())"
         )
-    started = [broadcast_async_(tensor, root_rank, name) for name, tensor in pairs]
-    for handle in started:
-        handles.synchronize(handle)
+    handles.synchronize_all([broadcast_async_(tensor, root_rank, name) for name, tensor in pairs])
 
 
 def broadcast_optimizer_state(
@@ -43,46 +42,48 @@ def broadcast_optimizer_state(
 ) -> None:
     """Copy the state and the hyperparameters of an optimizer of rank `root_rank` to all ranks.
 
-    model: without meaning; Horovod needs it to create states.
+    model: ignored.
 
     Raises ValueError for torch.optim.LBFGS, as Horovod does.
 
     Example: `hvd.broadcast_optimizer_state(optimizer, root_rank=0)`.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(f"broadcast_optimizer_state({type(optimizer).__name__}): expected an optimizer of torch")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise InputError("broadcast_optimizer_state(): the state of torch.optim.LBFGS cannot be broadcast")
+    is_root = communicator_of(global_process_set).number == root_rank
     tensors: list[torch.Tensor] = []
-    is_root = functions.current().number == root_rank if communicator_of(global_process_set) else False
-    state = _without_tensors(optimizer.state_dict(), tensors) if is_root else None
+
+    def take(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        tensors.append(value.contiguous())
+        return _TENSOR, len(tensors) - 1
+
+    state = _map(optimizer.state_dict(), take) if is_root else None
     layout = [(tensor.shape, tensor.dtype, tensor.device.type) for tensor in tensors]
     state, layout = broadcast_object((state, layout), root_rank, "state of the optimizer")
     if not is_root:
         tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in layout]
-    broadcast_parameters([tensor.contiguous() if is_root else tensor for tensor in tensors], root_rank)
+    broadcast_parameters(tensors, root_rank)
     if not is_root:
-        optimizer.load_state_dict(_with_tensors(state, tensors))
+        optimizer.load_state_dict(
+            _map(state, lambda value: tensors[value[1]] if _is_tensor_mark(value) else value, _is_tensor_mark)
+        )
 
 
-def _without_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return a copy of nested dicts, lists and tuples in which (_PLACES, index) stands for tensors[index]."""
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return _PLACES, len(tensors) - 1
+def _is_tensor_mark(value: Any) -> bool:
+    return type(value) is tuple and value[:1] == (_TENSOR,)
+
+
+def _map(value: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], bool] = lambda _: False) -> Any:
+    """Return a copy of nested dicts, lists and tuples with `function` of each leaf."""
     if type(value) is dict:
-        return {key: _without_tensors(each, tensors) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_without_tensors(each, tensors) for each in value)
-    return value
-
-
-def _with_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
-    if type(value) is tuple and value[:1] == (_PLACES,):
-        return tensors[value[1]]
-    if type(value) is dict:
-        return {key: _with_tensors(each, tensors) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_with_tensors(each, tensors) for each in value)
-    return value
+        return {key: _map(each, function, is_leaf) for key, each in value.items()}
+    if type(value) in (list, tuple) and not is_leaf(value):
+        return type(value)(_map(each, function, is_leaf) for each in value)
+    return function(value)
 
 
 def broadcast_object(
@@ -92,34 +93,44 @@ def broadcast_object(
 
     The object must be picklable; with the package cloudpickle installed also lambdas and functions of the program.
 
+    Raises HorovodInternalError, on all ranks, if the object cannot be pickled, or after `hvd.join()` of some ranks.
+
     Example: `epoch = hvd.broadcast_object(epoch, root_rank=0)`.
     """
-    communicator = communicator_of(process_set)
-    with as_horovod_error():
-        data = _dumps(obj) if communicator.number == root_rank else b""
-        received = communicator.broadcast_object(data, root_rank, name or "").wait()
-        if communicator.active.size < communicator.size:
-            raise InputError("broadcast_object() is not possible after hvd.join() of some ranks")
-    return obj if communicator.number == root_rank else pickle.loads(received)
+    is_root, call = (
+        communicator_of(process_set).number == root_rank,
+        CollectiveCall("broadcast_object", name, process_set),
+    )
+
+    def begin(communicator: Communicator) -> Any:
+        data = _dumps(obj) if is_root else b""
+        return [communicator.broadcast_object(data, root_rank, call.label)], lambda results, _: results[0]
+
+    (received,) = call.results(call.start(begin))
+    return obj if is_root else pickle.loads(received)
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Return the objects of all ranks, in rank order. Objects: see `broadcast_object`.
+    """Return the objects of all ranks, in rank order. Objects and errors: see `broadcast_object`.
 
     Example: `losses = hvd.allgather_object(loss)`.
     """
-    communicator = communicator_of(global_process_set)
-    with as_horovod_error():
-        gathered = communicator.allgather_object(_dumps(obj), name or "").wait()
-        if len(gathered) < communicator.size:
-            raise InputError("allgather_object() is not possible after hvd.join() of some ranks")
+    call = CollectiveCall("allgather_object", name, global_process_set)
+
+    def begin(communicator: Communicator) -> Any:
+        return [communicator.allgather_object(_dumps(obj), call.label)], lambda results, _: results[0]
+
+    (gathered,) = call.results(call.start(begin))
     return [pickle.loads(data) for data in gathered]
 
 
 def _dumps(value: Any) -> bytes:
     try:
-        import cloudpickle
+        import cloudpickle as pickler
     except ModuleNotFoundError:
-        return pickle.dumps(value)
-    data: bytes = cloudpickle.dumps(value)
+        pickler = pickle
+    try:
+        data: bytes = pickler.dumps(value)
+    except Exception as error:  # of any class: objects say how they are pickled
+        raise InputError(f"{type(value).__name__} cannot be pickled ({type(error).__name__}: {error})") from error
     return data

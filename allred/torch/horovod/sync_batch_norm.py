@@ -13,8 +13,8 @@ from allred.torch.horovod.basics import size
 class SyncBatchNorm(_BatchNorm):
     """As torch.nn.BatchNorm1d, 2d and 3d, with mean and variance over the samples of all ranks.
 
-    In training each forward pass makes two allreduces of a number per channel, and each backward pass two. All ranks
-    must call it. The arguments are those of torch.nn.BatchNorm2d.
+    In training each forward pass makes two allreduces, of C + 1 and of C numbers, and each backward pass two of
+    the same sizes. All ranks must call it. The arguments are those of torch.nn.BatchNorm2d.
 
     num_features: channels C of an input of shape (N, C, ...). eps: added to the variance. momentum: of the running
     mean and variance; None: the mean over all batches. affine: whether weight and bias are trained.

@@ -43,12 +43,12 @@ def apply(environ: MutableMapping[str, str]) -> None:
     new = [name for name in ignored if name not in _named]
     _named.update(new)
     if new and command_line.first_rank():
-        log.rank_warning(f"without effect: {', '.join(new)}")
+        log.rank_warning(f"these variables have no effect in allred: {', '.join(new)} (docs/from-horovod.md)")
 
 
 def translate(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """Return the variables ALLRED_* that follow from HOROVOD_*, and the names of those HOROVOD_* without effect. Raises
-    ConfigError for a time that is not a whole number of seconds.
+    ConfigError for a time that is not a whole number of seconds, or a switch that is not 0 or 1.
 
     >>> translate({"HOROVOD_STALL_CHECK_TIME_SECONDS": "90", "HOROVOD_CYCLE_TIME": "5"})
     ({'ALLRED_STALL_WARNING_S': '90'}, ['HOROVOD_CYCLE_TIME'])
@@ -56,7 +56,7 @@ def translate(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     settings = {}
     warning_s = _seconds(environ, "HOROVOD_STALL_CHECK_TIME_SECONDS")
     shutdown_s = _seconds(environ, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS")
-    if _seconds(environ, "HOROVOD_STALL_CHECK_DISABLE"):
+    if _is_on(environ, "HOROVOD_STALL_CHECK_DISABLE"):
         warning_s, shutdown_s = _NEVER_S, 0
     if warning_s is not None:
         settings["ALLRED_STALL_WARNING_S"] = str(max(warning_s, 1))
@@ -74,6 +74,13 @@ def _seconds(environ: Mapping[str, str], name: str) -> int | None:
     text = environ.get(name)
     if not text:
         return None
-    if not text.isdigit():
+    if not text.isdecimal():
         raise ConfigError(f"{name}={text!r} is not a whole number; write seconds, such as 60, or 0")
     return int(text)
+
+
+def _is_on(environ: Mapping[str, str], name: str) -> bool:
+    text = environ.get(name) or "0"
+    if text not in ("0", "1"):
+        raise ConfigError(f"{name}={text!r} is not a switch; write 1 or 0")
+    return text == "1"

@@ -1,4 +1,4 @@
-"""Not in allred."""
+"""horovod.spark: raises ImportError; allred supports PyTorch only."""
 
 from allred.compat import horovod_path
 

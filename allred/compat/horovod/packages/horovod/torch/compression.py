@@ -1,5 +1,5 @@
 """The compression of horovod.torch, from allred.torch."""
 
-from allred.torch import Compression
+from allred.torch.horovod.compression import Compression, Compressor, FP16Compressor, NoneCompressor
 
-__all__ = ["Compression"]
+__all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor"]

@@ -1,6 +1,6 @@
 """The state of horovod.torch.elastic and its handlers, from allred.torch.elastic."""
 
-from allred.torch.elastic.state import (
+from allred.torch.elastic.torch_state import (
     ModelStateHandler,
     OptimizerStateHandler,
     SamplerStateHandler,

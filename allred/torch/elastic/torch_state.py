@@ -114,7 +114,7 @@ class TorchState(ObjectState):
     """The state of a training. All arguments become attributes.
 
     model: a torch module. optimizer: a torch optimizer, also one of hvd.DistributedOptimizer. kwargs: more of them,
-    learning rate schedulers, ElasticSamplers, and other objects that pickle accepts.
+    learning rate schedulers, ElasticSamplers, and other picklable objects.
 
     `register_reset_callbacks` adds functions that adapt it to another number of ranks.
 
