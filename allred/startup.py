@@ -251,7 +251,6 @@ def _world(plan: _Decisions, facts: list[_Facts], control: Communicator, duplica
     """Create the communicators of this rank, and its World. Collective."""
     config, rank, workers = plan.config, control.rank, plan.workers
     nodes, reason = plan.nodes[workers.start : workers.stop], plan.reason
-    seen = [facts[each].gpus for each in workers]
     communicator: Communicator = control
     backend = plan.backend
     arena.disable(_why_no_arena(backend, nodes) if rank in workers else "this rank reduces no gradients")
@@ -273,7 +272,7 @@ def _world(plan: _Decisions, facts: list[_Facts], control: Communicator, duplica
     communicator.checks_places = config.check == "full"
     recording.attach(communicator, "all ranks")
     if rank in workers:
-        gpus = add_devices(communicator, config, seen, nodes)
+        gpus = add_devices(communicator, config, [facts[each].gpus for each in workers], nodes)
         reason = f"{reason}; {gpus}" if gpus else reason
     kernels = [facts[each].has_kernels for each in workers]
     here = World(
@@ -283,7 +282,7 @@ def _world(plan: _Decisions, facts: list[_Facts], control: Communicator, duplica
         reason=reason,
         workers_job=cluster.workers_job,
         cores=processors.share([each.cores for each in facts], [each.host for each in facts], rank),
-        process_sets=ProcessSets(duplicate, control, plan.servers, communicator, nodes, kernels, seen, config),
+        process_sets=ProcessSets(duplicate, control, plan.servers, communicator, nodes, kernels, config),
         iterations=Iterations(),
     )
     here.queues.update((control.queue, communicator.queue))

@@ -13,10 +13,10 @@ from allred.comm.work import Steps, Work
 from allred.config import Config
 from allred.errors import ConfigError, InputError
 from allred.gpu import streams
+from allred.gpu.launch_order import LaunchTurn
 from allred.gpu.streams import Device, VisibleGpus
 
 BACKENDS = ("mpi", "shm", "single", "tcp")  # of host arrays
-_devices: dict[int, Device] = {}  # of this process, by index: shared by all communicators
 
 
 def select_backend(
@@ -111,7 +111,8 @@ def create(name: str, comm: Any, timeout_s: float, nodes: list[int], network: st
 
 
 def add_devices(communicator: Communicator, config: Config, seen: list[VisibleGpus], nodes: list[int]) -> str:
-    """Let the communicator take arrays on GPUs too, if possible. Return what the banner says about it. Collective.
+    """Choose the GPU of each rank, and let the communicator take arrays on GPUs too, if possible. Return what the
+    banner says about it. Collective. Only for the communicator of all workers: a rank has the same GPU in all others.
 
     seen, nodes: for every rank of the communicator, the GPUs that it sees and its node.
 
@@ -120,11 +121,9 @@ def add_devices(communicator: Communicator, config: Config, seen: list[VisibleGp
     wanted, reason = select_devices(config, seen, nodes)
     if not wanted:
         return reason
-    place, across = streams.bind(seen, nodes, communicator.rank), len(set(nodes)) > 1
     problem = ""
     try:
-        if place.index not in _devices:
-            _devices[place.index] = Device(place, communicator.rank)
+        device = Device(streams.bind(seen, nodes, communicator.rank), communicator.rank)
     except Exception as error:  # cupy is for another CUDA version or lacks NCCL; the other ranks have to know
         problem = f"{type(error).__name__}: {error}"
     problems = communicator.allgather_object(problem).wait()
@@ -134,11 +133,16 @@ def add_devices(communicator: Communicator, config: Config, seen: list[VisibleGp
         if config.backend == "nccl":
             raise ConfigError(f"backend 'nccl': {problem}")
         return f"GPUs are not used: {problem}"
-    return add_device(communicator, _devices[place.index], staged=across and config.nccl_cross == "mpi")
+    return add_device(communicator, device, is_staged(config, nodes))
+
+
+def is_staged(config: Config, nodes: list[int]) -> bool:
+    """Return whether arrays on GPUs are copied through the host instead of NCCL. nodes: of the ranks."""
+    return config.nccl_cross == "mpi" and len(set(nodes)) > 1
 
 
 def add_device(communicator: Communicator, device: Device, staged: bool) -> str:
-    """Add a device backend. Return what the banner says about it. staged: copy through the host instead of NCCL."""
+    """Add a device backend. Return what the banner says about it. staged: see `is_staged`."""
     host = communicator.backend
     if staged:
         communicator.devices = StagedBackend(host, device)
@@ -158,7 +162,7 @@ class NoCollectives(Communicator):
         self.name = "none"
         self._is_client = is_client
 
-    def start(self, kind: str, name: str, body: Steps[T]) -> Work[T]:
+    def start(self, kind: str, name: str, body: Steps[T], turn: LaunchTurn | None = None) -> Work[T]:
         body.close()
         if self._is_client:
             raise InputError(

@@ -1,9 +1,9 @@
 """The collectives of arrays on GPUs (cupy, torch on CUDA, and others).
 
 The host backend exchanges the headers of all operations, so they have one order, and a rank that passes a host array
-where another passes a device array gets the usual error. After that, the device backend moves the bytes on a stream of
-its own. `wait` orders the caller's stream after the operation and does not block the host. The allreduce is in
-device_reduce.py.
+where another passes a device array gets the usual error. After that, the operation waits for its turn to be launched
+(gpu/launch_order.py), and the device backend moves the bytes on the stream of the communicator. `wait` orders the
+caller's stream after the operation and does not block the host. The allreduce is in device_reduce.py.
 """
 
 from collections.abc import Callable, Sequence

@@ -6,6 +6,10 @@ cast. A bucket of one array is reduced in place, without packing.
 Training reduces the same group at every step. So the header, the buckets and the tables of addresses for the kernels
 are kept, and used again for arrays at the same addresses with the same layout: `CachedGroup`. It holds addresses, no
 arrays; a kernel does not depend on who owns the memory.
+
+The arrays of such a group are reduced in the order in which their elements lie in memory, without a copy, also in
+torch's format channels_last. The headers compare these orders. If ranks differ, all reduce in C order, as they do
+arrays with gaps; a rank without a gradient, for example, sends zeros in C order.
 """
 
 import dataclasses
@@ -16,15 +20,16 @@ import numpy as np
 
 from allred import arrays
 from allred.arrays import Array
+from allred.comm import header
 from allred.comm.arguments import array_descriptor, group_descriptor
 from allred.comm.backends.backend import DeviceBackend
 from allred.comm.group import Group
 from allred.comm.header import OpDescriptor
 from allred.comm.ops import Compression, ReduceOp, narrows
-from allred.comm.work import Steps, Work
+from allred.comm.work import Polled, Steps, Work
 from allred.errors import InputError
 from allred.fusion import assign_buckets
-from allred.gpu.device_arrays import HALF_DTYPES, Adopted, adopt, is_device, layouts, storage_dtype
+from allred.gpu.device_arrays import HALF_DTYPES, Adopted, adopt, is_device, layouts, memory_order, storage_dtype
 from allred.gpu.kernels import LaunchTable
 from allred.gpu.streams import StreamHandle, StreamLease
 
@@ -55,9 +60,10 @@ class CachedGroup:
     """A group that was reduced in place before. streams: the current streams of its owners."""
 
     layouts: list[Any]  # of the arrays; the cache applies only if these are equal
-    descriptor: OpDescriptor
+    descriptor: OpDescriptor  # its note is 0 for arrays in C order, else a hash of the memory orders
     streams: list[StreamHandle | None]
     buckets: list[DeviceBucket]
+    orders: list[tuple[int, ...]]  # of the arrays: `memory_order`
 
 
 class ReduceRequest(NamedTuple):
@@ -104,13 +110,15 @@ class DeviceReductions:
                 check_writable(given)
             descriptor, together = self._describe(given, request)
             streams = list(dict.fromkeys(one.stream for one in given))
-            if not where or not all(one.array.flags.c_contiguous for one in given):
-                return self._reduce_given(
-                    values, given, self.devices.device.lease(streams), descriptor, together, request
-                )
+            orders = [order for one in given if (order := memory_order(one.array)) is not None]
+            if not where or len(orders) < len(given):
+                lease = self.devices.device.lease(streams)
+                return self._reduce_given(values, given, lease, descriptor, together, request)
             there = [one.array for one in given]
             chosen = [self._bucket(each, given[each[0]].dtype, there, there, request) for each in together]
-            cached = CachedGroup(where, descriptor, streams, chosen)
+            if any(list(order) != sorted(order) for order in orders):
+                descriptor = dataclasses.replace(descriptor, note=header.hash_text(repr(orders)))
+            cached = CachedGroup(where, descriptor, streams, chosen, orders)
             if len(self._cache) >= _KEPT:
                 self._cache.clear()
             self._cache[key] = cached
@@ -127,15 +135,20 @@ class DeviceReductions:
         cached: CachedGroup,
         lease: StreamLease,
         request: ReduceRequest,
-    ) -> Steps[list[Any]]:
-        """Reduce contiguous arrays of a cached group in place.
+    ) -> Steps[Any]:
+        """Reduce arrays of a cached group in place.
 
         flats: for each bucket, the array that is reduced without packing, or None. They are checked before the ranks
         agree, because the other ranks would not receive an error after that.
         """
-        group, devices, _ = yield from self._agree(cached.descriptor)
+        group, devices, headers = yield from self._agree(cached.descriptor)
+        if len({header.rows_and_note(record)[1] for record in headers}) > 1:
+            given = [adopt_on(value, self.devices.device.index) for value in values]
+            together = [bucket.positions for bucket in cached.buckets]
+            return (yield from self._reduce_agreed(group, devices, values, given, lease, together, request))
         for bucket, one in zip(cached.buckets, flats, strict=True):
-            yield from _reduce_bucket(devices, group.size, lease, bucket, one and one.flat(), request)
+            flat = one and one.in_memory_order(cached.orders[bucket.positions[0]])
+            yield from _reduce_bucket(devices, group.size, lease, bucket, flat, request)
         self._end(devices, lease, values, flats)
         return values
 
@@ -144,6 +157,13 @@ class DeviceReductions:
         together: list[list[int]], request: ReduceRequest,
     ) -> Steps[Any]:  # fmt: skip
         group, devices, _ = yield from self._agree(descriptor)
+        return (yield from self._reduce_agreed(group, devices, values, given, lease, together, request))
+
+    def _reduce_agreed(
+        self, group: Group, devices: DeviceBackend, values: Sequence[Any], given: list[Adopted], lease: StreamLease,
+        together: list[list[int]], request: ReduceRequest,
+    ) -> Steps[Any]:  # fmt: skip
+        """Reduce arrays of any layout in C order."""
         made = [] if request.in_place else lease.empty([(one.shape, one.array.dtype) for one in given])
         with lease.enter():
             sources = [one.flat() for one in given] if request.in_place else list(map(_source, given, made))
@@ -208,12 +228,24 @@ class DeviceReductions:
             steps = make()
         except Exception as error:
             steps = _refused(error)
-        return self.communicator.start(kind, name, steps)
+        queue = self.communicator.queue
+        turn = self.devices.device.launches.take(lambda: queue.poisoned)
+        try:
+            return self.communicator.start(kind, name, steps, turn)
+        except BaseException:
+            turn.end()
+            raise
 
     def _agree(self, descriptor: OpDescriptor) -> Steps[tuple[Group, DeviceBackend, list[bytes]]]:
-        """Exchange headers. Return the group that runs the operation, its device backend, and its headers."""
+        """Exchange headers, and wait until the operation may be launched. Return the group that runs it, the device
+        backend of the group, and the headers."""
         group, headers = yield from self.communicator.agree(descriptor)
+        work = self.communicator.queue.advancing
+        assert work is not None
+        assert work.turn is not None
         assert group.devices is not None
+        if not work.turn.has_come():
+            yield Polled(work.turn.has_come, waits_for_peers=True)
         yield from group.devices.ready()
         return group, group.devices, headers
 
@@ -245,7 +277,7 @@ def check_writable(given: list[Adopted]) -> None:
             "the array is read-only (all arrays of some frameworks are); use the form without the underscore"
         )
     some = [one.array for one in given if one.array.size]
-    whole = [array for array in some if array.flags.c_contiguous]
+    whole = [array for array in some if memory_order(array) is not None]
     if len({array.data.ptr for array in some}) < len(some) or (
         len(whole) > 1 and arrays.ranges_overlap([array.data.ptr for array in whole], [array.nbytes for array in whole])
     ):

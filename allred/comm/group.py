@@ -20,6 +20,7 @@ from allred.comm.backends.backend import Backend, DeviceBackend, pickled
 from allred.comm.header import OpDescriptor, quoted
 from allred.comm.work import Steps, Work, WorkQueue
 from allred.errors import InputError
+from allred.gpu.launch_order import LaunchTurn
 from allred.timeline.recorder import Operation, Track
 
 if TYPE_CHECKING:
@@ -103,8 +104,9 @@ class Group:
         self.queue.track = None
         self.backend.stop_recording()
 
-    def start(self, kind: str, name: str, body: Steps[T]) -> Work[T]:
-        """Start an operation. If its arguments cannot be used on this rank, its header says so to the other ranks."""
+    def start(self, kind: str, name: str, body: Steps[T], turn: LaunchTurn | None = None) -> Work[T]:
+        """Start an operation. If its arguments cannot be used on this rank, its header says so to the other ranks.
+        turn: of an operation on device arrays."""
 
         title = f"{kind}{quoted(name)}"
 
@@ -123,7 +125,7 @@ class Group:
             yield from self.agree(OpDescriptor(kind, title=title, problem=problem))
             raise AssertionError("a header with a problem never agrees")
 
-        return self.queue.start(title, steps())
+        return self.queue.start(title, steps(), turn)
 
     def agree(self, descriptor: OpDescriptor) -> "Steps[tuple[Group, list[bytes]]]":
         """Exchange headers. Return the group that runs the operation, and the headers of its ranks. Raises the same

@@ -4,9 +4,10 @@
     if evens.included():
         mean = allred.allreduce(x, process_set=evens)
 
-A set has a communicator and a backend of its own. They are created at the first use of the set, which only its members
-take part in. Sets without a common rank run at the same time. Ranks in several sets must call these in one order: two
-ranks with different orders wait for each other, and a warning is shown after a while.
+A set has a communicator and a backend of its own, on the GPU that init() chose for the rank. They are created at the
+first use of the set, which only its members take part in. Sets without a common rank run at the same time. Ranks in
+several sets must call these in one order: two ranks with different orders wait for each other, and a warning is shown
+after a while.
 """
 
 import dataclasses
@@ -22,11 +23,10 @@ from allred import world
 from allred.cluster import topology
 from allred.comm import recording
 from allred.comm.communicator import Communicator
-from allred.comm.create import add_devices, create, select_backend
+from allred.comm.create import add_device, create, is_staged, select_backend
 from allred.comm.work import Polled, Steps, WorkQueue
 from allred.config import Config
 from allred.errors import InputError
-from allred.gpu.streams import VisibleGpus
 
 
 @dataclasses.dataclass
@@ -34,9 +34,9 @@ class ProcessSets:
     """The communicators of the process sets of a world, and what they are created from.
 
     comm: the mpi4py communicator of `control`, None without MPI. In it the workers come after `servers` servers.
-    everyone: the communicator of all workers, possibly `control`. nodes, kernels, seen: for each worker its node,
-    whether it has the C extension, and the GPUs that it sees. made: the communicators by ranks, shared by equal sets;
-    and by the keys of `_subgroup`.
+    everyone: the communicator of all workers, possibly `control`. nodes, kernels: for each worker its node, and
+    whether it has the C extension. made: the communicators by ranks, shared by equal sets; and by the keys of
+    `_subgroup`.
     """
 
     comm: Any
@@ -45,15 +45,15 @@ class ProcessSets:
     everyone: Communicator
     nodes: list[int]
     kernels: list[bool]
-    seen: list[VisibleGpus]
     config: Config
     made: dict[tuple[Any, ...], Communicator] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.everyone.make_subgroup = functools.partial(self._subgroup, tuple(range(len(self.nodes))))
+        self.everyone.make_subgroup = functools.partial(self._subgroup, self.everyone)
 
-    def create(self, ranks: tuple[int, ...], title: str) -> Steps[Communicator]:
-        """Create a communicator of these ranks. Collective among them. title: describes them."""
+    def create(self, ranks: tuple[int, ...], title: str, parent: Communicator | None = None) -> Steps[Communicator]:
+        """Create a communicator of these ranks. Collective among them. title: describes them. parent: the communicator
+        whose operations it runs; None: it has operations of its own."""
         nodes, kernels = [self.nodes[rank] for rank in ranks], [self.kernels[rank] for rank in ranks]
         name, _ = select_backend(self.config.backend, nodes, True, kernels, self.config.transport)
         world_ranks = [rank + self.servers for rank in ranks]
@@ -62,19 +62,21 @@ class ProcessSets:
         communicator = create(name, comm, self.everyone.queue.timeout_s, nodes, self.config.network)
         communicator.queue.members, communicator.ranks = world_ranks, ranks
         communicator.checks_places = self.everyone.checks_places
-        communicator.make_subgroup = functools.partial(self._subgroup, ranks)
+        communicator.make_subgroup = functools.partial(self._subgroup, communicator)
         world.current().queues.add(communicator.queue)
         recording.attach(communicator, title)
-        add_devices(communicator, self.config, [self.seen[rank] for rank in ranks], nodes)
+        if (devices := (parent or self.everyone).devices) is not None:
+            device = devices.device if parent is not None else devices.device.sibling()
+            add_device(communicator, device, is_staged(self.config, nodes))
         return communicator
 
-    def _subgroup(self, parent: tuple[int, ...], ranks: Sequence[int]) -> Steps[Communicator]:
+    def _subgroup(self, parent: Communicator, ranks: Sequence[int]) -> Steps[Communicator]:
         """Return the communicator of the ranks of `parent` that have not joined. It differs from that of a process set
         of the same ranks, which may have other operations under way."""
         key = parent, tuple(ranks)
         if key not in self.made:
-            title = f"{ProcessSet(ranks)}, which have not joined, of {list(parent)}"
-            self.made[key] = yield from self.create(tuple(ranks), title)
+            title = f"{ProcessSet(ranks)}, which have not joined, of {list(parent.ranks)}"
+            self.made[key] = yield from self.create(tuple(ranks), title, parent)
         return self.made[key]
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from allred import world
 from allred.comm.header import OpDescriptor
 from allred.errors import AllredError, InputError
+from allred.gpu.launch_order import LaunchTurn
 from allred.gpu.streams import Completion
 from allred.timeline.recorder import Operation, Track
 from allred.watch import exit as exit_protocol
@@ -114,6 +115,7 @@ class Work(Generic[T]):
         self.title = title
         self.place = ""  # the line that started it, such as "train.py:87", if known
         self.described: tuple[Callable[[], OpDescriptor], Callable[[], int]] | None = None  # descriptor and number
+        self.turn: LaunchTurn | None = None  # of an operation on device arrays: when it may be launched
         self.end: Completion | None = None  # of an operation on device arrays; it may still run on the GPU
         self.noted: Operation | None = None  # its record in the timeline
         self.ranks = 0  # when it is complete: how many ranks took part, without those that have joined
@@ -186,6 +188,8 @@ class Work(Generic[T]):
 
     def _finish(self, outcome: T | AllredError) -> None:
         self._outcome, self._finished = outcome, True
+        if self.turn is not None:
+            self.turn.end()
         self._queue.engine.on_complete(self._first)
         self._queue.advancing = None  # release the operation: its result may be large
         self._pending = self._first = None
@@ -216,10 +220,11 @@ class WorkQueue:
         self._ahead = engine is not None
         self.engine: Segment | _NoEngine = engine or _NoEngine()
 
-    def start(self, title: str, steps: Steps[T]) -> Work[T]:
-        """Start an operation, which runs after all those before it."""
+    def start(self, title: str, steps: Steps[T], turn: LaunchTurn | None = None) -> Work[T]:
+        """Start an operation, which runs after all those before it. turn: of an operation on device arrays."""
         with self._exclusive():
             work = Work(self, title, steps)
+            work.turn = turn
             if self.track is not None:
                 work.noted = Operation(title)
             self._works.append(work)

@@ -57,6 +57,10 @@ class Adopted(NamedTuple):
         """Elements in C order in contiguous memory: a view if the array is contiguous, else a copy."""
         return self.array.reshape(-1) if self.array.flags.c_contiguous else self.array.flatten()
 
+    def in_memory_order(self, order: tuple[int, ...]) -> Any:
+        """Elements in the order in which they lie in memory: a view. order: its `memory_order`."""
+        return self.array.transpose(*order, *(axis for axis in range(self.array.ndim) if axis not in order)).reshape(-1)
+
 
 def is_device(value: Any) -> bool:
     """Whether a value is an array on a GPU. Takes a fraction of a microsecond for a numpy array."""
@@ -160,6 +164,19 @@ def _view(
         return cupy.empty(shape, dtype)
     memory = cupy.cuda.UnownedMemory(address, arrays.size_of(shape) * dtype.itemsize, owner, index)
     return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
+
+
+def memory_order(array: Any) -> tuple[int, ...] | None:
+    """Axes with more than one element, from the largest stride to the smallest: (0, 2, 3, 1) in torch's format
+    channels_last. None if the elements have gaps or overlap. array: numpy or cupy array."""
+    axes = [axis for axis, count in enumerate(array.shape) if count > 1]
+    axes = axes if array.flags.c_contiguous else sorted(axes, key=lambda axis: -array.strides[axis])
+    step = array.itemsize
+    for axis in [] if array.flags.c_contiguous else axes[::-1]:
+        if array.strides[axis] != step:
+            return None
+        step *= array.shape[axis]
+    return tuple(axes)
 
 
 _CUPY_LAYOUT = operator.attrgetter("data.ptr", "data.device_id", "shape", "strides", "dtype")

@@ -1,11 +1,15 @@
-"""The GPU of this rank: its binding, and through cupy a stream for communication, ordered by events.
+"""The GPU of this rank: its binding, and through cupy the communication streams, ordered by events.
 
 A rank is bound to the first GPU it sees that no lower rank of its node uses: GPU `local_rank` if all ranks see the same
 GPUs, or the only GPU it sees (`srun --gpus-per-task=1`). The driver (libcuda) lists the GPUs, because importing cupy
 takes a second.
 
-Everything that communication uses of cupy is in class Device, so tests without a GPU replace only this. No call here
-blocks the host.
+Everything that communication uses of cupy is in class Device, so tests without a GPU replace only this. Each
+communicator has a Device of its own, and so a stream and tables for the kernels, all on the GPU that was chosen in
+init(). A table is written and read on one stream. No call here blocks the host, except `synchronize`.
+
+A new thread uses GPU 0, and cupy has a current stream for each thread and GPU. So each thread makes the GPU current
+before it takes a stream.
 
     lease = device.lease()           before an operation: records the current position of the caller's streams
     out = lease.empty(...)           allocates results
@@ -16,20 +20,26 @@ cupy's pool reuses freed memory for the next allocation on the same stream. So m
 may be used on the communication stream only, and results are allocated on the caller's stream.
 """
 
+import copy
 import ctypes
 import dataclasses
 import functools
 import importlib.util
 import os
 import socket
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from allred.gpu.kernels import Kernels
+from allred.gpu.launch_order import LaunchOrder
 
 _UUID_BYTES = 16
+_NOT_READY = 600  # cudaErrorNotReady
+_HIGH_PRIORITY = -100  # CUDA replaces it by the highest priority of the GPU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,10 +79,12 @@ def _uuids() -> tuple[str, ...]:
     count = ctypes.c_int()
     if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
         return ()
+    # The older function returns the UUID of the whole GPU for each of its MIG instances.
+    get_uuid = getattr(cuda, "cuDeviceGetUuid_v2", None) or cuda.cuDeviceGetUuid
     found = []
     for index in range(count.value):
         uuid = (ctypes.c_ubyte * _UUID_BYTES)()
-        if cuda.cuDeviceGetUuid(uuid, ctypes.c_int(index)):
+        if get_uuid(uuid, ctypes.c_int(index)):
             return ()
         found.append(bytes(uuid).hex())
     return tuple(found)
@@ -140,20 +152,27 @@ StreamHandle = Callable[[], int]  # returns the CUDA handle of a framework's cur
 
 
 class Completion:
-    """Completion of work on the communication stream."""
+    """Completion of work on the communication stream. Each call releases what completed work has kept alive."""
 
     def __init__(self, device: "Device", event: Any, handles: Iterable[StreamHandle]) -> None:
-        self._device, self._event, self._handles = device, event, handles
+        self._device, self._handles = device, handles
+        self.event = event
 
     def order(self) -> None:
         for stream in (self._device.current(), *map(self._device.current, self._handles)):
-            stream.wait_event(self._event)
+            stream.wait_event(self.event)
+        self._device.release()
 
     def done(self) -> bool:
-        return bool(self._event.done)
+        """Raises the error of CUDA, if it has one."""
+        done = self._device.is_complete(self.event)
+        if done:
+            self._device.release()
+        return done
 
     def synchronize(self) -> None:
-        self._event.synchronize()
+        self.event.synchronize()
+        self._device.release()
 
 
 class StreamLease:
@@ -175,6 +194,7 @@ class StreamLease:
 
     def enter(self) -> Any:
         """Communication stream as a context manager, ordered after the positions recorded on the caller's streams."""
+        self._device.use()
         ready, self._ready = self._ready, []
         for event in ready:
             self._device.stream.wait_event(event)
@@ -183,12 +203,13 @@ class StreamLease:
     def end(self, kept: Any) -> Completion:
         """Completion of everything enqueued so far. `kept` stays alive until then."""
         end = Completion(self._device, self._device.record(self._device.stream), self._handles)
-        self._device.keep(end, kept)
+        self._device.keep(end.event, kept)
         return end
 
 
 class Device:
-    """GPU `binding.index`, made current in the calling thread. One object per process."""
+    """GPU `binding.index`, made current in the calling thread, with a stream for one communicator. launches: the launch
+    order of the operations of all communicators."""
 
     def __init__(self, binding: GpuBinding, rank: int) -> None:
         import cupy
@@ -199,9 +220,21 @@ class Device:
         self.index = binding.index
         self.use()
         os.environ.update(nccl_variables(binding, rank, nccl.get_version(), socket.gethostname()))
-        self.kernels = Kernels(cupy)
-        self.stream = cupy.cuda.Stream(non_blocking=True)
-        self._kept: list[tuple[Completion, Any]] = []
+        self.launches = LaunchOrder()
+        self._add_stream()
+
+    def _add_stream(self) -> None:
+        self.kernels = Kernels(self.xp)
+        self.stream = self.xp.cuda.Stream(non_blocking=True, priority=_HIGH_PRIORITY)
+        self._kept: deque[tuple[Any, Any]] = deque()  # oldest first: (event, what is in use until then)
+        self._lock = threading.Lock()  # of `_kept`: the thread of the guard releases too
+
+    def sibling(self) -> "Device":
+        """Return the same GPU for another communicator, with a stream and kernel tables of its own."""
+        self.use()
+        made = copy.copy(self)
+        made._add_stream()
+        return made
 
     def use(self) -> None:
         """Make this GPU current in the calling thread. By default CUDA would use GPU 0 and allocate memory on it."""
@@ -209,6 +242,7 @@ class Device:
 
     def current(self, handle: StreamHandle | None = None) -> Any:
         """cupy's current stream, or another framework's."""
+        self.use()
         return self.xp.cuda.get_current_stream() if handle is None else external_stream(handle())
 
     def record(self, stream: Any) -> Any:
@@ -237,10 +271,28 @@ class Device:
         """Enqueue a copy of bytes from pinned memory to the GPU on the current stream."""
         target.set(source, stream=self.xp.cuda.get_current_stream())
 
-    def keep(self, end: Completion, what: Any) -> None:
-        while self._kept and self._kept[0][0].done():
-            self._kept.pop(0)
-        self._kept.append((end, what))
+    def is_complete(self, event: Any) -> bool:
+        """Whether the GPU has reached an event. Raises CUDARuntimeError if the GPU has failed. (`Event.done` of cupy is
+        false then.)"""
+        runtime = self.xp.cuda.runtime
+        status = runtime.eventQuery(event.ptr)
+        if status not in (0, _NOT_READY):
+            raise runtime.CUDARuntimeError(status)
+        return bool(status == 0)
+
+    def keep(self, event: Any, what: Any) -> None:
+        """Keep `what` alive until the GPU has reached the event."""
+        with self._lock:
+            self._kept.append((event, what))
+        self.release()
+
+    def release(self) -> None:
+        """Release what the GPU does not use any more."""
+        released = []
+        with self._lock:
+            while self._kept and self.is_complete(self._kept[0][0]):
+                released.append(self._kept.popleft())
+        released.clear()  # after the lock: it may run code of the program
 
 
 @functools.lru_cache

@@ -164,7 +164,7 @@ class HostStaging:
                 self._device.to_device(targets[i].reshape(-1).view(np.uint8), flat.view(np.uint8))
                 if not one.array.flags.c_contiguous:
                     one.array[...] = flat.reshape(one.shape)
-        self._uploaded = lease.end(there)
+        self._uploaded = lease.end((there, targets))
         self._uploaded.order()
 
     def _on_gpu(self, values: Sequence[Any]) -> dict[int, Adopted]:

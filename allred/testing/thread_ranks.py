@@ -18,7 +18,6 @@ from allred.comm.work import Steps
 from allred.config import Config, explicit_settings, settle
 from allred.data.loader import Iterations
 from allred.errors import AllredError, ConfigError, InputError, RemoteRankError
-from allred.gpu import streams
 from allred.validators import integer
 from allred.world import World
 
@@ -178,11 +177,10 @@ class _ThreadProcessSets(ProcessSets):
     """The process sets of a rank that is a thread."""
 
     def __init__(self, ranks: _Ranks, everyone: Communicator, nodes: list[int]) -> None:
-        nothing = [streams.NO_GPUS] * len(nodes)
-        super().__init__(None, everyone, 0, everyone, nodes, [True] * len(nodes), nothing, ranks.config)
+        super().__init__(None, everyone, 0, everyone, nodes, [True] * len(nodes), ranks.config)
         self._ranks = ranks
 
-    def create(self, ranks: tuple[int, ...], title: str) -> Steps[Communicator]:
+    def create(self, ranks: tuple[int, ...], title: str, parent: Communicator | None = None) -> Steps[Communicator]:
         yield from ()
         return self._ranks.communicator(self.everyone.rank, ranks, title)
 

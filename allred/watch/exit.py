@@ -90,6 +90,21 @@ def stuck() -> None:
     _stuck = _mpi is not None and _mpi.COMM_WORLD.Get_size() > 1
 
 
+def end_blocked(words: str) -> None:
+    """End this process with status 1, from a thread: the main thread is blocked in C for ever and raises no error.
+    words: the error, as in the last line of a traceback."""
+    watcher = world.watcher()
+    if watcher is not None:
+        if watcher.verdict is None:
+            watcher.fail(1, words, "")
+        else:
+            watcher.is_exiting = True
+            watcher.send("unwound")
+        watcher.await_release()
+    _end_job("is blocked in a call that never completes" + "; ending the job" * (_lifeline < 0), 1)
+    os._exit(1)
+
+
 def _functions(MPI: Any) -> tuple[int, int, int, int]:  # noqa: N803
     library = ctypes.CDLL(MPI.__file__)  # mpi4py's module is linked with the MPI that runs
     functions = (library.MPI_Finalized, library.MPI_Finalize, library.MPI_Abort)

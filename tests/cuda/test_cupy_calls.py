@@ -51,7 +51,6 @@ METHODS = [
     (cupy.cuda.Stream, "synchronize()"),
     (cupy.cuda.Event, "record(stream)"),
     (cupy.cuda.Event, "synchronize()"),
-    (cupy.cuda.Event, "done"),
     (cupy.ndarray, "get(stream=stream, out=target, blocking=False)"),
     (cupy.ndarray, "set(source, stream=stream)"),
     (cupy.ndarray, "astype(dtype)"),
@@ -193,8 +192,8 @@ STAND_INS = [
     (standin_gpu.Namespace.RawModule, cupy.RawModule, ()),
     (standin_gpu.Pointed, cupy.ndarray, ()),
     (cuda_stand_in.Stream, cupy.cuda.Stream, {"at", "work", "follows"}),
-    (cuda_stand_in.Event, cupy.cuda.Event, ()),
-    (standin_gpu.Nccl, None, {"start", "DTYPES", "OPS", "grouped", "launches"}),
+    (cuda_stand_in.Event, cupy.cuda.Event, {"at"}),
+    (standin_gpu.Nccl, None, {"start", "DTYPES", "OPS", "grouped", "open_groups", "launches"}),
 ]
 
 

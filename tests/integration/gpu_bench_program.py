@@ -9,7 +9,6 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "parallel"))
 
 import standin_gpu
-from mpi4py import MPI
 
 from allred import startup
 from allred.bench import command, gpu, verify
@@ -21,9 +20,7 @@ gpu.allocate = lambda shapes, dtype: [standin_gpu.on_gpu(np.zeros(shape, dtype))
 gpu._ENQUEUE_SAMPLES = 3
 verify.SETS["small"] = lambda: [(256,)] * 10
 startup.select_devices = lambda *_: (True, "")
-startup.add_devices = lambda communicator, *_: add_device(
-    communicator, standin_gpu.Device(MPI.COMM_WORLD.Dup()), staged=False
-)
+startup.add_devices = lambda communicator, *_: add_device(communicator, standin_gpu.Device(), staged=False)
 for words in json.loads(sys.argv[1]):
     if code := command.main(words):
         sys.exit(code)

@@ -29,7 +29,10 @@ else:
 
     HALF = ml_dtypes.bfloat16
     standin_gpu.install(setattr)
-    device = standin_gpu.Device(None)
+    kept, pages = [], []
+    device = standin_gpu.Device()
+    device.keep = lambda event, what, keep=device.keep: kept.append(what) or keep(event, what)
+    device.pinned = lambda count, pinned=device.pinned: pages.append(pinned(count)) or pages[-1]
     startup.add_devices = lambda communicator, *_: add_device(communicator, device, staged=False)
 
 random = np.random.default_rng(0)
@@ -67,6 +70,9 @@ for fresh in (there, placed(values())):
         np.testing.assert_array_equal(host(fresh[name]), value, err_msg=name)
 assert REAL or cuda_stand_in.gpu.copied_down == 3 + 3 * 4 - 1, "w, scale, half; then gradients, but no None or number"
 assert REAL or cuda_stand_in.gpu.ordered, "the caller's stream has to wait for the parameters"
+if not REAL:
+    uploaded = [one for one in kept[-1][1] if any(np.shares_memory(one, page) for page in pages)]
+    assert len(uploaded) == 3, "the memory that is copied from is kept: w, scale, half"
 with pytest.raises(allred.InputError, match="share memory"):
     optimizer.pull({**there, "scale": there["w"][0, 0:1].reshape(())})
 assert REAL or not cuda_stand_in.problems, cuda_stand_in.problems

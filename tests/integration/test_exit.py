@@ -1,5 +1,7 @@
 """A rank that fails ends the job: soon, non-zero, with its traceback shown once."""
 
+import pathlib
+
 import pytest
 from harness import mpirun
 
@@ -234,3 +236,12 @@ def test_output_that_is_closed_does_not_keep_the_job_alive():
     )
     result = mpirun(2, "-c", code, timeout_s=40)
     assert result.code == 3, result.text
+
+
+def test_ranks_that_are_blocked_in_a_call_of_nccl_end():
+    """NCCL cannot be aborted then, so no rank can raise the error."""
+    result = mpirun(2, pathlib.Path(__file__).with_name("nccl_blocked_program.py"))
+    assert result.code == 1, result.text
+    assert "allreduce 'w': not complete on the GPU after 1 s" in result.err, result.text
+    assert "is blocked in a call that never completes; ending the job" in result.err, result.text
+    assert result.left == [], result.text

@@ -89,11 +89,19 @@ class Stream:
         assert _stack().pop() is self
 
 
+_events = weakref.WeakValueDictionary()
+
+
 class Event:
     """cupy.cuda.Event."""
 
     def __init__(self, block=False, disable_timing=False, interprocess=False):
-        self.before = {}
+        self.ptr, self.before = id(self), {}
+        _events[self.ptr] = self
+
+    @classmethod
+    def at(cls, ptr):
+        return _events[ptr]
 
     def record(self, stream=None):
         with _lock:

@@ -10,13 +10,12 @@ does not. The real thing is tested by tests/gpu; tests/cuda holds the calls agai
 import copy
 import ctypes
 import itertools
-import os
-import socket
 import sys
 from unittest import mock
 
 import cuda_stand_in as cuda
 import numpy as np
+from mpi4py import MPI
 
 from allred.comm import device_reduce
 from allred.gpu import device_arrays, kernels, streams
@@ -252,6 +251,10 @@ class Namespace:
             def getDeviceProperties(device):  # noqa: N802
                 return {"name": b"stand-in"}
 
+            @staticmethod
+            def eventQuery(event):  # noqa: N802
+                return 0 if cuda.Event.at(event).done else 600  # cudaErrorNotReady
+
 
 FACTORED = ("float16", "bfloat16", "float32", "float64")
 
@@ -325,24 +328,36 @@ class Nccl:
     def get_version(self):
         return 23000
 
-    _numbers = itertools.count()
+    _numbers = itertools.count(1)
 
     def get_unique_id(self):
-        return f"{socket.gethostname()} {os.getpid()} {next(self._numbers)}".encode()
+        rank = MPI.COMM_WORLD.Get_rank()
+        return f"{rank} {1000 * rank + next(self._numbers)}".encode()
 
-    def start(self, comm, unique_id):
-        """A communicator of its own."""
-        assert isinstance(unique_id, bytes)
+    def start(self, size, unique_id, rank):
+        """A communicator of the ranks that have this id. The one that made the id hears from the others."""
+        world, (first, tag) = MPI.COMM_WORLD, map(int, unique_id.split())
+        if rank:
+            world.send((rank, world.Get_rank()), first, tag)
+            members = world.recv(source=first, tag=tag)
+        else:
+            others = sorted(world.recv(tag=tag) for _ in range(size - 1))
+            members = [first, *(number for _, number in others)]
+            for number in members[1:]:
+                world.send(members, number, tag)
         made = copy.copy(self)
-        made.comm, made.unique_id = comm.Dup(), unique_id
+        made.comm, made.unique_id = world.Create_group(world.Get_group().Incl(members), tag), unique_id
         return made
 
     grouped = []  # noqa: RUF012  (the module's, for all communicators)
+    open_groups = 0
 
     def groupStart(self):  # noqa: N802
         assert not self.grouped
+        Nccl.open_groups += 1
 
     def groupEnd(self):  # noqa: N802
+        Nccl.open_groups -= 1
         for request in self.grouped:
             request.Wait()
         self.grouped.clear()
@@ -419,10 +434,9 @@ def launch_problem(comm):
 
 
 class Device(streams.Device):
-    """gpu.streams.Device, on a stand-in for cupy. comm: an mpi4py communicator of the same ranks."""
+    """gpu.streams.Device, on a stand-in for cupy."""
 
-    def __init__(self, comm):
-        self._comm = comm
+    def __init__(self):
         with (
             mock.patch.dict(sys.modules, {"cupy": Namespace, "cupy.cuda": Namespace.cuda}),
             mock.patch.object(Namespace.cuda, "nccl", Nccl(), create=True),
@@ -430,4 +444,4 @@ class Device(streams.Device):
             super().__init__(streams.GpuBinding(0), rank=0)
 
     def communicator(self, size, unique_id, rank):
-        return self.nccl.start(self._comm, unique_id)
+        return self.nccl.start(size, unique_id, rank)

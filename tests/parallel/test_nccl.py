@@ -3,7 +3,9 @@
 The real thing: tests/gpu. Here `nccl` is what goes through NCCL's calls, `staged` what goes through the host.
 """
 
+import dataclasses
 import gc
+import itertools
 import weakref
 
 import cuda_stand_in
@@ -17,7 +19,7 @@ from standin_gpu import DeviceArray, host, on_gpu
 
 import allred
 from allred import world
-from allred.comm import device_reduce
+from allred.comm import device_reduce, process_set
 from allred.comm.create import add_device, create, select_backend
 from allred.errors import InputError, MismatchError
 from allred.modes.match import Matcher
@@ -29,7 +31,7 @@ def connect(transport):
     size = MPI.COMM_WORLD.Get_size()
     name, _ = select_backend("auto", [0] * size, True, [True] * size)
     communicator = create(name, MPI.COMM_WORLD.Dup(), 30.0, [0] * size)
-    device = standin_gpu.Device(MPI.COMM_WORLD)
+    device = standin_gpu.Device()
     add_device(communicator, device, staged=transport == "staged")
     return communicator
 
@@ -184,6 +186,29 @@ def test_a_group_that_comes_again_is_not_looked_through_again(comm, monkeypatch)
             assert np.count_nonzero(host(alike.memory) == 7) == 4000 - sum(array.size for array in group)
         packed = len(group) > 1 or weight is not None
         assert (len(looked) == 0) == (packed and all(array.flags.c_contiguous for array in group))
+
+
+@pytest.mark.parametrize("weight", [None, 1.0])
+@pytest.mark.parametrize("differing", [False, True])
+def test_arrays_without_gaps_are_reduced_as_they_lie_in_memory(comm, monkeypatch, differing, weight):
+    """In torch's format channels_last, and in columns. If a rank has another format, all reduce in C order."""
+    copied = []
+    monkeypatch.setattr(standin_gpu.Pointed, "flatten", lambda x, *a: copied.append(1) or np.ndarray.flatten(x, *a))
+    values = np.random.default_rng(0).normal(size=(3, 4, 5, 2)).astype(np.float32)
+    last = on_gpu(np.ascontiguousarray(values.transpose(0, 2, 3, 1))).transpose(0, 3, 1, 2)
+    if differing and comm.rank == 0:
+        last = on_gpu(values)
+    group = [last, on_gpu(np.asfortranarray(values[0, 0])), on_gpu(values[0])]
+    for _ in range(2):
+        copied.clear()
+        for array, value in zip(group, (values, values[0, 0], values[0]), strict=True):
+            array[...] = value * (comm.rank + 1)
+        for some in (group, group[:1]):
+            comm.gpu.weighted_allreduce_(some, allred.Sum, "", allred.Compression.none, weight).wait()
+        total = sum(range(1, comm.size + 1))
+        for array, value, size in zip(group, (values, values[0, 0], values[0]), (comm.size, 1, 1), strict=True):
+            np.testing.assert_allclose(host(array), value * total * size, rtol=1e-5)
+        assert bool(copied) == (differing and comm.size > 1)
 
 
 def test_a_group_that_comes_again_is_looked_at_before_the_ranks_agree(comm, monkeypatch):
@@ -348,44 +373,113 @@ def test_what_cannot_be_used_is_known_to_all(comm, monkeypatch):
         comm.allreduce(on_gpu(np.ones(3))).wait()
 
 
-def test_ranks_that_have_joined_are_left_out(monkeypatch):
-    if MPI.COMM_WORLD.Get_size() == 1:
-        return
+@pytest.fixture
+def everyone(rank, monkeypatch):
+    """All ranks of the running world, each with a GPU of its own; its process sets are on these."""
+    here, communicator = world.current(), connect("nccl")
+    standin_gpu.install(monkeypatch.setattr)
+    monkeypatch.setattr(standin_gpu.Data, "device_id", rank)
+    communicator.devices.device.index = rank
+    process_sets = dataclasses.replace(here.process_sets, everyone=communicator, made={})
+    monkeypatch.setattr(here, "communicator", communicator)
+    monkeypatch.setattr(here, "process_sets", process_sets)
+    here.queues.add(communicator.queue)
+    cuda_stand_in.problems.clear()
+    yield communicator
+    communicator.barrier().wait()
+    assert (cuda_stand_in.problems, standin_gpu.launch_problem(MPI.COMM_WORLD)) == ([], "")
+    for each in process_sets.made.values():
+        each.close()
+    communicator.close()
+
+
+def test_a_group_of_calls_is_ended_after_an_error(monkeypatch, rank, size):
+    """Else all later calls of NCCL on this thread were in it."""
     monkeypatch.setattr(device_reduce, "adopt", standin_gpu.adopt)
+    monkeypatch.setattr("allred.watch.exit.stuck", lambda: None)
     comm = connect("nccl")
-    if comm.rank == 0:
-        while comm.join(0).wait() is None:
-            pass
-    else:
-        few = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Excl([0]))
-        subgroup = _check_without_rank_0(comm, few)
-        subgroup.barrier().wait()
-        subgroup.close()
-        few.Free()
-    comm.barrier().wait()
+
+    def broken(*_):
+        raise RuntimeError("an invalid argument")
+
+    monkeypatch.setattr(standin_gpu.Nccl, "broadcast", broken)
+    with pytest.raises(allred.errors.AllredError, match="NCCL's broadcast: an invalid argument"):
+        comm.allgather(on_gpu(np.ones(3))).wait()
+    cuda_stand_in.synchronize()  # an operation that fails keeps no memory
+    assert standin_gpu.Nccl.open_groups == 0
+    MPI.COMM_WORLD.Barrier()
     comm.close()
 
 
-def _check_without_rank_0(comm, few):
-    """few: MPI communicator of the ranks that have not joined. Return allred's communicator of these ranks."""
+def test_a_process_set_has_the_gpu_that_was_chosen_in_init(everyone, rank, size):
+    """And a stream of its own, with its tables."""
+    members = allred.ProcessSet({max(0, size - 2), size - 1})
+    if members.included():
+        mean = allred.allreduce(on_gpu(np.full(3, rank, np.float32)), process_set=members)
+        np.testing.assert_array_equal(host(mean), np.full(3, np.mean(members.ranks), np.float32))
+        device = members.communicator().devices.device
+        assert device.index == rank
+        if size > 2:
+            assert device.stream is not everyone.devices.device.stream
+            assert device.kernels is not everyone.devices.device.kernels
 
-    def make_subgroup(ranks):
-        yield from ()
-        subgroup = create("mpi", few.Dup(), 30.0, [0] * len(ranks))
-        subgroup.ranks = tuple(ranks)
-        add_device(subgroup, standin_gpu.Device(few), staged=False)
-        return subgroup
 
-    comm.make_subgroup = make_subgroup
-    x = comm.allreduce(on_gpu(np.full(3, comm.rank, np.float32)), allred.Average).wait()
-    np.testing.assert_array_equal(host(x), np.full(3, sum(range(1, comm.size)) / (comm.size - 1), np.float32))
-    subgroup = comm.active
-    assert subgroup.ranks == tuple(range(1, comm.size))
-    for operation in (comm.alltoall, comm.reducescatter):
+def test_overlapping_communicators_launch_in_the_order_in_which_operations_were_started(
+    everyone, rank, size, monkeypatch
+):
+    """Also where negotiations end in another order, as on rank 0: it starts first and waits for the last one first."""
+    communicators = [everyone, process_set.dedicated(range(size), "the second of all ranks")]
+    if size > 2:
+        pairs = [allred.ProcessSet(pair) for pair in itertools.combinations(range(size), 2)]
+        communicators += [pair.communicator() for pair in pairs if pair.included()]
+
+    def start():
+        return [each.allreduce(on_gpu(np.full(5, rank, np.float32)), allred.Sum) for each in communicators]
+
+    for work, each in zip(start(), communicators, strict=True):
+        np.testing.assert_array_equal(host(work.wait()), np.full(5, sum(each.ranks), np.float32))
+    launched = []
+    with monkeypatch.context() as recorded:
+        recorded.setattr(standin_gpu.Nccl, "allReduce", lambda self, *arguments: launched.append(arguments[-1]))
+        if rank:
+            MPI.COMM_WORLD.Barrier()
+        works = start()
+        if not rank:
+            MPI.COMM_WORLD.Barrier()
+        MPI.COMM_WORLD.Barrier()
+        for work in works[::-1] if rank == 0 else works:
+            work.wait()
+        MPI.COMM_WORLD.Barrier()
+    assert launched == [each.devices.device.stream.ptr for each in communicators]
+
+
+def test_an_operation_that_fails_gives_up_its_turn(everyone, rank, size):
+    other = process_set.dedicated(range(size), "another of all ranks")
+    locked = on_gpu(np.ones(3))
+    locked.flags.writeable = False
+    wrong = [everyone.allreduce(locked, in_place=True), everyone.allreduce(on_gpu(np.ones(3)), name=3)]
+    assert host(other.allreduce(on_gpu(np.ones(3)), allred.Sum).wait()).tolist() == [size] * 3
+    for work in wrong:
+        with pytest.raises(InputError):
+            work.wait()
+    assert everyone.devices.device.launches.first() is None
+
+
+def test_ranks_that_have_joined_are_left_out(everyone, rank, size):
+    if size == 1:
+        return
+    if rank == 0:
+        while everyone.join(0).wait() is None:
+            pass
+        return
+    x = everyone.allreduce(on_gpu(np.full(3, rank, np.float32)), allred.Average).wait()
+    np.testing.assert_array_equal(host(x), np.full(3, sum(range(1, size)) / (size - 1), np.float32))
+    assert everyone.active.ranks == tuple(range(1, size))
+    assert everyone.active.devices.device is everyone.devices.device, "its operations are those of all ranks"
+    for operation in (everyone.alltoall, everyone.reducescatter):
         with pytest.raises(InputError, match="some rows are for rank 0, which joined before"):
-            operation(on_gpu(np.ones(comm.size, np.float32))).wait()
-    comm.join(1).wait()
-    return subgroup
+            operation(on_gpu(np.ones(size, np.float32))).wait()
+    everyone.join(1).wait()
 
 
 class Model:

@@ -4,14 +4,15 @@ Arrays are numpy's, with the stream from whose memory they are. Nothing runs: wh
 """
 
 import ctypes
+import threading
 import types
 
 import numpy as np
 
 
 class Stream:
-    def __init__(self, ptr=0, non_blocking=False):
-        self.ptr, self.done_before = ptr or id(self), {}
+    def __init__(self, ptr=0, non_blocking=False, priority=0):
+        self.ptr, self.priority, self.done_before = ptr or id(self), priority, {}
 
     def work(self):
         """Enqueue something; what others have to come after."""
@@ -47,16 +48,33 @@ class Stream:
 
 
 class Event:
-    done = False
+    status = 600  # of eventQuery: not ready
 
     def __init__(self, disable_timing=False):
-        self.done_before = {}
+        self.ptr, self.done_before = self, {}
 
     def record(self, stream):
         self.done_before = dict(stream.done_before)
 
+    def synchronize(self):
+        assert self.status == 0
+
 
 stack = [Stream()]
+current = threading.local()  # `gpu` of each thread
+
+
+class CUDARuntimeError(RuntimeError):
+    def __init__(self, status):
+        super().__init__(f"CUDA error {status}")
+
+
+class Device:
+    def __init__(self, index):
+        self.index = index
+
+    def use(self):
+        current.gpu = self.index
 
 
 class Array(np.ndarray):
@@ -111,6 +129,7 @@ def module():
     made.cuda = types.ModuleType("cupy.cuda")
     made.cuda.nccl, made.cuda.Stream, made.cuda.Event = nccl, Stream, Event
     made.cuda.get_current_stream = lambda: stack[-1]
-    made.cuda.Device = lambda index: types.SimpleNamespace(use=lambda: None)
+    made.cuda.Device = Device
+    made.cuda.runtime = types.SimpleNamespace(eventQuery=lambda event: event.status, CUDARuntimeError=CUDARuntimeError)
     made.cuda.UnownedMemory, made.cuda.MemoryPointer = UnownedMemory, lambda memory, offset: memory
     return made

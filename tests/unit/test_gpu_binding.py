@@ -1,5 +1,7 @@
 """Binding of ranks to GPUs and the use of GPUs: pure functions of the GPUs that ranks see."""
 
+import ctypes
+
 import numpy as np
 import pytest
 
@@ -79,6 +81,26 @@ def test_a_machine_without_a_driver_has_no_gpus(monkeypatch):
 
     monkeypatch.setattr(streams.ctypes, "CDLL", no_library)
     assert streams._uuids() == ()
+
+
+class Driver:
+    """libcuda, on a GPU with two MIG instances; without `v2`, an old one."""
+
+    def __init__(self, v2):
+        self.cuInit = lambda flags: 0
+        self.cuDeviceGetUuid = lambda uuid, index: ctypes.memset(uuid, 1, len(uuid)) and 0
+        if v2:
+            self.cuDeviceGetUuid_v2 = lambda uuid, index: ctypes.memset(uuid, 16 + index.value, len(uuid)) and 0
+
+    def cuDeviceGetCount(self, count):  # noqa: N802
+        count._obj.value = 2
+        return 0
+
+
+@pytest.mark.parametrize("v2", [True, False])
+def test_mig_instances_have_different_uuids(monkeypatch, v2):
+    monkeypatch.setattr(streams.ctypes, "CDLL", lambda name: Driver(v2))
+    assert streams._uuids() == (("10" * 16, "11" * 16) if v2 else ("01" * 16,) * 2)
 
 
 class Foreign:

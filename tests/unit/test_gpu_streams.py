@@ -1,6 +1,8 @@
 """Order of streams and ownership of memory on a GPU, with stand-ins for streams (fake_cupy.py)."""
 
 import sys
+import threading
+import weakref
 
 import fake_cupy
 import numpy as np
@@ -10,6 +12,7 @@ from fake_cupy import Array, Stream, stack
 from allred.errors import InputError
 from allred.gpu import device_arrays, streams
 from allred.gpu.device_arrays import compute
+from allred.gpu.launch_order import LaunchOrder
 from allred.gpu.streams import GpuBinding
 
 
@@ -79,9 +82,71 @@ def test_memory_is_kept_until_the_gpu_is_through(device):
     end = lease.end(first)
     lease.end(second)
     assert [what for _, what in device._kept] == [first, second]
-    end._event.done = True
+    end.event.status = 0
     lease.end(None)
     assert [what for _, what in device._kept] == [second, None]
+
+
+@pytest.mark.parametrize("call", ["order", "done", "synchronize"])
+def test_the_memory_of_the_last_operation_is_released_without_another(device, call):
+    array = Array((3,))
+    end, left = device.lease().end(array), weakref.ref(array)
+    del array
+    assert left() is not None
+    assert end.done() is False
+    end.event.status = 0
+    getattr(end, call)()
+    assert left() is None
+
+
+def test_a_gpu_that_has_failed_is_an_error(device):
+    end = device.lease().end(None)
+    end.event.status = 700
+    for call in (end.done, end.order):
+        with pytest.raises(RuntimeError, match="CUDA error 700"):
+            call()
+
+
+def test_each_communicator_has_a_stream_of_high_priority(device):
+    other = device.sibling()
+    assert other.stream.priority == device.stream.priority < 0
+    assert other.stream is not device.stream
+    assert other.kernels is not device.kernels
+    assert other.launches is device.launches
+    end = device.lease().end(None)
+    assert device._kept
+    assert not other._kept
+    del end
+
+
+def test_each_thread_that_takes_a_stream_uses_the_gpu_of_the_rank(cupy, monkeypatch):
+    device, used = streams.Device(GpuBinding(3), rank=0), []
+    lease = device.lease()
+    end = lease.end(None)
+
+    def enqueue():
+        with lease.enter():
+            used.append(fake_cupy.current.gpu)
+
+    for call in (device.lease, enqueue, end.order, device.sibling):
+        thread = threading.Thread(target=lambda call=call: (call(), used.append(fake_cupy.current.gpu)))
+        thread.start()
+        thread.join()
+    assert used == [3] * 5
+
+
+def test_turns_come_in_the_order_in_which_they_were_taken():
+    order, void = LaunchOrder(), []
+    first, second, third, last = (order.take(lambda: void) if i == 1 else order.take(bool) for i in range(4))
+    assert [turn.has_come() for turn in (first, second, third, last)] == [True, False, False, False]
+    third.end()
+    assert first.has_come()
+    first.end()
+    assert [turn.has_come() for turn in (second, last)] == [True, False]
+    void.append("its communicator cannot be used any more")
+    assert last.has_come()
+    last.end()
+    assert order.first() is None
 
 
 class Foreign:

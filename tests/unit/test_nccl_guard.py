@@ -6,10 +6,11 @@ import time
 import pytest
 import worlds
 
+from allred.comm.backends import nccl_guard
 from allred.comm.backends.nccl_guard import Guard
 from allred.comm.backends.staged import StagedBackend
 from allred.comm.work import WorkQueue
-from allred.errors import AllredError, CollectiveTimeout
+from allred.errors import AllredError, CollectiveTimeout, RemoteRankError
 
 
 class End:
@@ -79,15 +80,24 @@ def test_an_error_of_nccl_is_raised_with_its_text(guard):
 
 
 class Line:
-    """Of a rank whose watcher has a verdict, or none."""
+    """Of a rank whose watcher has a verdict, or none. late: how often it is read before it has it."""
 
     warn_s, waits = 30.0, False
 
-    def __init__(self, verdict=None):
-        self.verdict, self.told = verdict, []
+    def __init__(self, verdict=None, late=0):
+        self.verdict, self.told = None if late else verdict, []
+        self._coming, self._late = verdict, late
+
+    def is_alive(self):
+        return True
 
     def read(self):
-        pass
+        self._late -= 1
+        if self._late < 0:
+            self.verdict = self._coming
+
+    def error(self):
+        return RemoteRankError(self.verdict.text, 1, "nodeB", 137, "")
 
     def send(self, event, **what):
         self.told.append((event, what.get("what")))
@@ -103,6 +113,52 @@ def test_the_end_of_another_rank_aborts_nccl(guard):
         guard.check_running(time.monotonic())
     assert guard._communicator.aborted == 1
     assert "rank 1 on nodeB was killed" in str(guard.failure)
+
+
+@pytest.mark.parametrize("late", [0, 3])
+def test_the_end_of_another_rank_comes_before_the_closed_connection(guard, late):
+    """NCCL may know it first."""
+    guard._communicator.error = RuntimeError("NCCL_ERROR_REMOTE_ERROR: connection closed")
+    with worlds.installed(watcher=Line(Verdict(), late)):
+        guard.watch(End(), "allreduce")
+        guard.check_running(time.monotonic())
+    assert str(guard.failure) == "allreduce was cut short: rank 1 on nodeB was killed by signal 9"
+
+
+def test_a_call_of_nccl_that_fails_waits_for_the_verdict(guard):
+    with worlds.installed(watcher=Line(Verdict(), 3)):
+        guard.fail("NCCL's allReduce: connection closed")
+        with pytest.raises(RemoteRankError, match="was killed by signal 9"):
+            guard.check()
+
+
+def test_without_a_verdict_the_error_of_nccl_is_raised(guard, monkeypatch):
+    monkeypatch.setattr(nccl_guard, "GRACE_S", 0.01)
+    guard._communicator.error = RuntimeError("a link is down")
+    with worlds.installed(watcher=Line()):
+        guard.watch(End(), "allreduce")
+        guard.check_running(time.monotonic())
+    assert "a link is down" in str(guard.failure)
+
+
+def test_an_error_of_cuda_ends_the_operation(guard, monkeypatch):
+    """In the thread, and where the program asks."""
+    end = End()
+    work = guard.watch(end, "allreduce 'w'")
+    monkeypatch.setattr(end, "done", raising)
+    monkeypatch.setattr(end, "order", raising)
+    monkeypatch.setattr(end, "synchronize", raising)
+    guard.check_running(time.monotonic())
+    assert guard._communicator.aborted == 1
+    assert "allreduce 'w': RuntimeError: cudaErrorIllegalAddress" in str(guard.failure)
+    for call in (work.done, work.order, work.synchronize):
+        guard.failure = None
+        with pytest.raises(AllredError, match="cudaErrorIllegalAddress"):
+            call()
+
+
+def raising():
+    raise RuntimeError("cudaErrorIllegalAddress")
 
 
 def test_a_long_kernel_and_its_end_are_reported_to_the_watcher(guard):
@@ -128,20 +184,33 @@ def test_the_thread_checks_and_stops_by_itself(guard):
     assert guard.close() is False
 
 
-def test_a_host_that_is_stuck_in_nccl_is_freed(guard):
-    """When it connects, NCCL waits for the other ranks on the host."""
-
-    def stuck():
+@pytest.mark.parametrize("depth", [1, 2])
+def test_while_the_host_is_inside_nccl_the_process_ends_and_nothing_is_aborted(guard, monkeypatch, capfd, depth):
+    """When it connects, NCCL waits for the other ranks on the host. A group of calls is inside NCCL as a whole."""
+    ended = []
+    monkeypatch.setattr(nccl_guard.exit_protocol, "end_blocked", ended.append)
+    with guard.calling():
+        for _ in range(1, depth):
+            with guard.calling():
+                pass
         guard.check_running(time.monotonic() + 9)
-        assert not guard._communicator.aborted
+        assert not ended
         guard.check_running(time.monotonic() + 11)
-
-    guard.call(stuck)
-    assert guard._communicator.aborted == 1
-    assert "not complete on the GPU after 10 s" in str(guard.failure)
+    assert guard._communicator.aborted == 0
+    assert len(ended) == 1
+    assert "CollectiveTimeout: NCCL: not complete on the GPU after 10 s" in ended[0]
+    assert "is blocked in a call of NCCL, which cannot be aborted, and ends" in capfd.readouterr().err
     guard.failure = None
     guard.check_running(time.monotonic() + 20)
     assert guard.failure is None
+
+
+def test_the_host_does_not_enter_nccl_after_an_abort(guard):
+    guard._communicator.error = RuntimeError("a link is down")
+    guard.watch(End(), "allreduce")
+    guard.check_running(time.monotonic())
+    with pytest.raises(AllredError, match="a link is down"), guard.calling():
+        raise AssertionError("it is inside")
 
 
 def test_at_the_end_it_looks_until_nothing_is_on_its_way(guard):

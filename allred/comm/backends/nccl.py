@@ -14,10 +14,11 @@ NCCL gets other dtypes and operators for some, so that results are those of the 
 Arrays of bfloat16 are uint16 here. In the functions that convert arrays, `xp` is cupy, or numpy in tests.
 """
 
+import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ _FLOATS = {"int32": "float32", "int64": "float64"}
 TYPES = {name: f"NCCL_{name.upper()}" for name in ("uint8", "int8", "int32", "int64", "float16", "float32", "float64")}
 
 
-class BlockingCall:
+class BlockingNcclCall:
     """A blocking call in a thread, which an operation can wait for (work.Pending)."""
 
     waits_for_peers, progress_count = True, 0
@@ -82,11 +83,11 @@ class NcclBackend(DeviceBackend):
         self._guard.check()
         if self._nccl is not None:
             return
-        starting = BlockingCall(self.device.nccl.get_unique_id if self._host.rank == 0 else lambda: None)
+        starting = BlockingNcclCall(self.device.nccl.get_unique_id if self._host.rank == 0 else lambda: None)
         yield starting
         unique_id, problem = yield from self._host.broadcast_object(pickled((starting.made, starting.problem)), 0)
         if not problem:
-            starting = BlockingCall(lambda: self.device.communicator(self._host.size, unique_id, self._host.rank))
+            starting = BlockingNcclCall(lambda: self.device.communicator(self._host.size, unique_id, self._host.rank))
             yield starting
             problems = yield from self._host.allgather_object(pickled(starting.problem))
             problem = next((f"rank {self._ranks[r]}: {text}" for r, text in enumerate(problems) if text), "")
@@ -149,12 +150,11 @@ class NcclBackend(DeviceBackend):
         with lease.enter() as stream:
             mine = recv[starts[self._host.rank] : starts[self._host.rank + 1]]
             mine[...] = send
-            self._group()
-            for root, (start, count) in enumerate(zip(starts, counts, strict=False)):
-                part = recv[start : start + count]
-                if count:
-                    self._call("broadcast", part, part, count, self._type("uint8"), root, stream.ptr)
-            self._group(end=True)
+            with self._group():
+                for root, (start, count) in enumerate(zip(starts, counts, strict=False)):
+                    part = recv[start : start + count]
+                    if count:
+                        self._call("broadcast", part, part, count, self._type("uint8"), root, stream.ptr)
 
     def alltoall(self, lease: StreamLease, send: Any, recv: Any, counts: arrays.Array) -> Steps[None]:
         yield from ()
@@ -166,13 +166,12 @@ class NcclBackend(DeviceBackend):
         out, back, kind = np.cumsum([0, *to]).tolist(), np.cumsum([0, *come]).tolist(), self._type("uint8")
         rank = self._host.rank
         recv[back[rank] : back[rank + 1]] = send[out[rank] : out[rank + 1]]
-        self._group()
-        for peer in range(self._host.size):
-            if peer != rank and to[peer]:
-                self._call("send", send[out[peer] : out[peer + 1]], to[peer], kind, peer, stream.ptr)
-            if peer != rank and come[peer]:
-                self._call("recv", recv[back[peer] : back[peer + 1]], come[peer], kind, peer, stream.ptr)
-        self._group(end=True)
+        with self._group():
+            for peer in range(self._host.size):
+                if peer != rank and to[peer]:
+                    self._call("send", send[out[peer] : out[peer + 1]], to[peer], kind, peer, stream.ptr)
+                if peer != rank and come[peer]:
+                    self._call("recv", recv[back[peer] : back[peer + 1]], come[peer], kind, peer, stream.ptr)
 
     def reducescatter(
         self, lease: StreamLease, flat: Any, out: Any, name: str, counts: list[int], op: ReduceOp
@@ -190,15 +189,23 @@ class NcclBackend(DeviceBackend):
         addresses = [a.data.ptr if hasattr(a, "dtype") else a for a in arguments]
         self._enter(function, getattr(self._nccl, function), *addresses)
 
-    def _group(self, end: bool = False) -> None:
-        nccl = self.device.nccl
-        self._enter("groupEnd" if end else "groupStart", nccl.groupEnd if end else nccl.groupStart)
+    @contextlib.contextmanager
+    def _group(self) -> Iterator[None]:
+        """Calls of NCCL that are launched together, at the end. NCCL gets the end also after an error, because an open
+        group would include all later calls of this thread."""
+        with self._guard.calling():
+            self._enter("groupStart", self.device.nccl.groupStart)
+            try:
+                yield
+            finally:
+                self._enter("groupEnd", self.device.nccl.groupEnd)
 
     def _enter(self, title: str, function: Callable[..., Any], *arguments: Any) -> None:
-        try:
-            self._guard.call(function, *arguments)
-        except Exception as error:  # possibly because the guard has aborted it
-            self._guard.failure = self._guard.failure or AllredError(f"NCCL's {title}: {error}; {HINT}")
+        with self._guard.calling():
+            try:
+                function(*arguments)
+            except Exception as error:
+                self._guard.fail(f"NCCL's {title}: {error}; {HINT}")
         self._guard.check()
 
     def _type(self, name: str) -> int:

@@ -2,24 +2,34 @@
 
 Ranks exchange headers on the CPU before every operation (header.py), so most errors are found there. The rest: a rank
 stops or dies after that, or a link fails; then the kernels of the other ranks spin. Every 50 ms the thread checks
-whether NCCL reports an error, another rank has failed, or an operation has exceeded the time limit. Then it aborts the
-NCCL communicator, which ends the kernels, and the next call of allred raises the error. The host may be blocked
-meanwhile in CUDA, or in NCCL itself, which waits for other ranks when it connects: the abort ends that too.
+whether another rank has failed, NCCL or CUDA reports an error, or an operation has exceeded the time limit. Then it
+aborts the NCCL communicator, which ends the kernels, and the next call of allred raises the error. The host may be
+blocked in CUDA meanwhile.
+
+If the host is inside NCCL, which waits there for other ranks when it connects, ncclCommAbort is undefined, because the
+communicator is a blocking one (cupy makes no others). Then the thread prints the error and ends the process.
+
+When a rank dies, NCCL may report a closed connection before the watcher reports the cause. So the verdict of the
+watcher is read first, and awaited for a second after an error of NCCL.
 """
 
+import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
-from allred import world
+from allred import log, world
 from allred.comm.work import WorkQueue
 from allred.errors import AllredError, CollectiveTimeout
 from allred.gpu.streams import Completion
 from allred.watch import exit as exit_protocol
 
+T = TypeVar("T")
+
 CHECK_INTERVAL_S = 0.05
+GRACE_S = 1.0  # for the watcher's verdict, after an error of NCCL
 HINT = "run it again with NCCL_DEBUG=WARN (or INFO), which makes NCCL print its errors, on every rank"
 
 
@@ -31,7 +41,8 @@ class Guard:
         self._queue = queue
         self._communicator: Any = None  # an NCCL communicator
         self._running: deque[tuple[Completion, str, float]] = deque()  # oldest first: (end, title, start time)
-        self._calling: tuple[str, float] | None = None  # the NCCL call in which the host is: title, start time
+        self._calling: tuple[str, float] | None = None  # the host is inside NCCL: title of the operation, start time
+        self._entering = threading.Lock()  # held while the host enters NCCL, and during an abort
         self._thread: threading.Thread | None = None
         self._told = False
         self._closed = threading.Event()
@@ -46,14 +57,26 @@ class Guard:
         self._running.append((end, title, time.monotonic()))
         return Guarded(self, end)
 
-    def call(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Call a function of NCCL, which may block the host, for the current operation."""
-        title = "NCCL" if self._queue.advancing is None else self._queue.advancing.title
-        self._calling = title, time.monotonic()
+    @contextlib.contextmanager
+    def calling(self) -> Iterator[None]:
+        """The host is inside NCCL for the current operation: in a call, which may block it, or in a group of calls.
+        Raises the error that the guard has found before."""
+        if self._calling is not None:  # in a group
+            yield
+            return
+        with self._entering:
+            self.check()
+            title = "NCCL" if self._queue.advancing is None else self._queue.advancing.title
+            self._calling = title, time.monotonic()
         try:
-            function(*arguments)
+            yield
         finally:
             self._calling = None
+
+    def fail(self, problem: str) -> None:
+        """Note an error that a call of NCCL has raised, for `check`."""
+        _await_verdict()
+        self.failure = self.failure or AllredError(problem)
 
     def check(self) -> None:
         """Raise the error that the guard found, if any; the communicator is unusable then."""
@@ -85,32 +108,42 @@ class Guard:
 
     def check_running(self, now: float) -> None:
         """Check the running operations once. now: time.monotonic()."""
-        while self._running and self._running[0][0].done():
-            self._running.popleft()
-            if self._told and (watcher := world.watcher()) is not None:
-                watcher.send("going")
-            self._told = False
+        try:
+            while self._running and self._running[0][0].done():
+                self._running.popleft()
+                if self._told and (watcher := world.watcher()) is not None:
+                    watcher.send("going")
+                self._told = False
+        except Exception as error:
+            self._abort(_explained(self._running[0][1], f"{type(error).__name__}: {error}"))
+            return
         oldest = self._running[0][1:] if self._running else self._calling
         if oldest is not None:
             title, since = oldest
             self._tell(title, now - since)
-            problem = self._problem(title, now - since)
-            if problem is not None:
-                self.failure = problem
+            if (problem := self._problem(title, now - since)) is not None:
+                self._abort(problem)
+
+    def _abort(self, problem: AllredError) -> None:
+        """End the kernels of NCCL; if the host is inside NCCL, the process."""
+        with self._entering:
+            self.failure = problem
+            if self._calling is None:
                 try:
                     self._communicator.abort()
                 except Exception as error:
                     self.failure = AllredError(f"{problem}; and NCCL could not be aborted: {error}")
+                return
+        log.rank_warning(f"{problem}; this rank is blocked in a call of NCCL, which cannot be aborted, and ends")
+        exit_protocol.end_blocked(f"{type(problem).__name__}: {problem}")
 
     def _problem(self, title: str, waited_s: float) -> AllredError | None:
+        if (problem := _cut_short(title)) is not None:
+            return problem
         try:
             self._communicator.check_async_error()
         except Exception as error:
-            return AllredError(f"{title}: NCCL: {error}; {HINT}")
-        if (watcher := world.watcher()) is not None:
-            watcher.read()
-            if watcher.verdict is not None:
-                return AllredError(f"{title} was cut short: {watcher.verdict.text}")
+            return _explained(title, f"NCCL: {error}; {HINT}")
         if waited_s > self._queue.timeout_s:
             return CollectiveTimeout(
                 f"{title}: not complete on the GPU after {self._queue.timeout_s:g} s, although all ranks started it; a "
@@ -131,6 +164,30 @@ class Guard:
         self._told = True
 
 
+def _cut_short(title: str) -> AllredError | None:
+    """Return the error for an operation that ends because another rank has failed; None if none has."""
+    if (watcher := world.watcher()) is None:
+        return None
+    watcher.read()
+    return None if watcher.verdict is None else AllredError(f"{title} was cut short: {watcher.verdict.text}")
+
+
+def _explained(title: str, problem: str) -> AllredError:
+    """Return the error for a problem of NCCL or CUDA: the failure of another rank, if it has caused the problem."""
+    _await_verdict()
+    return _cut_short(title) or AllredError(f"{title}: {problem}")
+
+
+def _await_verdict() -> None:
+    """Wait for a verdict, at most GRACE_S seconds."""
+    until = time.monotonic() + GRACE_S
+    while (watcher := world.watcher()) is not None and watcher.is_alive() and time.monotonic() < until:
+        watcher.read()
+        if watcher.verdict is not None:
+            return
+        time.sleep(CHECK_INTERVAL_S)
+
+
 class Guarded(Completion):
     """A Completion that raises the error of the guard, so that the caller does not use an incomplete result."""
 
@@ -139,12 +196,21 @@ class Guarded(Completion):
 
     def order(self) -> None:
         self._guard.check()
-        self._end.order()
+        self._checked(self._end.order)
 
     def done(self) -> bool:
         self._guard.check()
-        return self._end.done()
+        return self._checked(self._end.done)
 
     def synchronize(self) -> None:
-        self._end.synchronize()
+        self._checked(self._end.synchronize)
         self._guard.check()
+
+    def _checked(self, call: Callable[[], T]) -> T:
+        """Call a function of CUDA; its error is one of the guard too."""
+        try:
+            return call()
+        except Exception as error:
+            self._guard.fail(f"{type(error).__name__}: {error}")
+            self._guard.check()
+            raise
