@@ -195,7 +195,7 @@ def _duplicate(comm: Any, lifeline: int) -> tuple[Any, str]:
     exit_protocol.take_over(MPI, finalizes=ours, lifeline=lifeline)
     is_list = isinstance(comm, Sequence) and not isinstance(comm, str)
     if is_list:
-        comm = _communicator_of(MPI.COMM_WORLD, comm)
+        comm = mpi.communicator_of(MPI.COMM_WORLD, comm)
     if comm is not None and (not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL):
         raise InputError(f"init(comm=...) takes an mpi4py intracommunicator or a list of ranks, got {comm!r}")
     library = mpi.library_name(MPI.Get_library_version())
@@ -318,17 +318,6 @@ def _connect_servers_and_clients(
         here.client_group = ClientGroup(duplicate.Dup(), rank, cluster.tasks, plan.clients, plan.config)
         if rank >= workers.stop:
             atexit.register(_leave_workers)
-
-
-def _communicator_of(everyone: Any, ranks: Sequence[int]) -> Any:
-    """Create a communicator of some ranks of MPI.COMM_WORLD. Collective among them."""
-    number, size = everyone.Get_rank(), everyone.Get_size()
-    if number not in ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(size)):
-        raise InputError(
-            f"init(comm={list(ranks)}) was called on rank {number} of {size}; expected a list of different ranks from "
-            f"0 to {size - 1} that contains this one"
-        )
-    return everyone.Create_group(everyone.Get_group().Incl(ranks))
 
 
 def _start_watchers(plan: _Decisions, facts: list[_Facts], control: Communicator, cluster: Cluster) -> None:

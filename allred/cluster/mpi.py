@@ -5,11 +5,11 @@ import os
 import pathlib
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from allred.cluster import launcher
-from allred.errors import ConfigError
+from allred.errors import ConfigError, InputError
 
 # Open MPI's default algorithm of MPI_Iallreduce sends as a reduce and a broadcast, and `put` of its BTL tcp uses one
 # direction of a link at a time: both take twice as long as needed.
@@ -181,6 +181,18 @@ def ignored_host_file(size: int, environ: Mapping[str, str] = os.environ) -> str
         f"{size} ranks run on one host ({socket.gethostname()}), but {_HOST_FILE_4}={path} lists {len(listed)} hosts; "
         f"Open MPI 5 ignores this variable: start with `allred run --hostfile {path}`, or set {_HOST_FILE_5}={path}"
     )
+
+
+def communicator_of(everyone: Any, ranks: Sequence[int]) -> Any:
+    """Create a communicator of some ranks of MPI.COMM_WORLD. Collective among them. Raises InputError on
+    ranks that are not in the list."""
+    number, size = everyone.Get_rank(), everyone.Get_size()
+    if number not in ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(size)):
+        raise InputError(
+            f"init(comm={list(ranks)}) was called on rank {number} of {size}; expected a list of different ranks from "
+            f"0 to {size - 1} that contains this one"
+        )
+    return everyone.Create_group(everyone.Get_group().Incl(ranks))
 
 
 def check_torchrun(environ: Mapping[str, str] = os.environ) -> None:

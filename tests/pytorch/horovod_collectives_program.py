@@ -4,6 +4,7 @@ Expected values are computed from the inputs of all ranks, which each rank can m
 """
 
 import contextlib
+import dataclasses
 import json
 import pathlib
 import tempfile
@@ -15,6 +16,7 @@ from optimizer_case_runner import case
 
 import allred
 import allred.torch as hvd
+from allred import world
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -549,3 +551,8 @@ def shutdown_and_init():
         hvd.allreduce(torch.ones(2))
     hvd.init()
     same(hvd.allreduce(value(hvd.rank()), op=hvd.Sum), sum(everyone()))
+    before = world.current().config
+    world.current().config = dataclasses.replace(before, mode="ps")
+    with pytest.raises(ValueError, match="train in mode sync"):
+        hvd.init()
+    world.current().config = before

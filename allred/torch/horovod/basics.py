@@ -20,7 +20,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     process_sets: a list of hvd.ProcessSet, the same on all ranks; "dynamic" and None: none. `hvd.add_process_set`
     needs no argument.
 
-    Raises ValueError if an argument cannot be used, and the errors of `allred.init`.
+    Raises ValueError if an argument cannot be used, and in mode ps; and the errors of `allred.init`.
 
     Example: `hvd.init()`.
     """
@@ -30,6 +30,11 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         startup.init(None if comm == [] else comm)
         _forget_all()
         _start_timeline()
+    if world.config().mode == "ps":
+        raise InputError(
+            "ALLRED_MODE=ps: programs with Horovod's interface train in mode sync; for parameter servers use "
+            "allred.init() and allred.distributed(optimizer)"
+        )
     register(sets)
 
 

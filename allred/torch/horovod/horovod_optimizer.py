@@ -17,7 +17,6 @@ import torch
 from allred.comm import functions, ops
 from allred.errors import InputError
 from allred.modes.options import StepOptions
-from allred.ps import context
 from allred.torch.backward_state import BackwardPass, NextStep
 from allred.torch.hooked_optimizer import HookedOptimizer
 from allred.torch.horovod import handles
@@ -150,12 +149,11 @@ class HorovodStep(HookedOptimizer):
 
     def synchronize(self) -> None:
         """Reduce the gradients if no backward pass has done it. A gradient that all ranks lack becomes zeros."""
-        if not context.is_active():
-            if not self._next.is_reduced or self._next.micro_samples:
-                self.reduce_all()
-            for parameter in self._trained().values():
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
+        if not self._next.is_reduced or self._next.micro_samples:
+            self.reduce_all()
+        for parameter in self._trained().values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         self.is_synchronized = True
 
     def forget_gradients(self) -> None:
@@ -288,7 +286,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     kind = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (_HorovodMethods, kind), {"__doc__": kind.__doc__})
     optimizer.backward_passes_per_step, optimizer.allred = passes, None
-    if process_set.included() and (size() > 1 or context.is_active()):
+    if process_set.included() and size() > 1:
         reduction = GradientReduction(compression, op, gradient_predivide_factor, sparse_as_dense, process_set)
         optimizer.allred = HorovodStep(optimizer, reduction, passes, names)
     return optimizer
