@@ -5,8 +5,9 @@
  *   piece   a tensor: its address, its start in the buffer, its number of elements (of bytes, for copies)
  *   tile    TILE elements of a piece: the work of one block. A large tensor has many tiles, a small one wastes little
  *
- * Copies move bytes, 16 at a time if the tensor is aligned (buffers and starts always are). The other kernels scale: pack
- * multiplies by a number, unpack divides; 16-bit floats are float32 in the buffer then, and are rounded once.
+ * Copies move bytes, 16 at a time if the tensor is aligned (buffers and starts always are). The other kernels of both
+ * kinds scale: pack multiplies by a number, unpack divides and can check its results. The buffer may have another dtype:
+ * float32 for 16-bit floats with weights, which are rounded once; a 16-bit float for compressed float32 and float64.
  */
 #ifdef EMULATED
 #include <stdint.h>
@@ -133,67 +134,166 @@ INLINE uint16_t to_float16(float x) {
   return (uint16_t)(sign | (w.bits - 0x3f000000u));
 }
 
-/* HELD: the type of a tensor's elements; MOVED: the type of the buffer's elements, and of the arithmetic. */
-#define SCALED(NAME, HELD, MOVED)                                                                                 \
-  KERNEL pack_##NAME(const piece *pieces, const tile *tiles, MOVED *buffer, double factor) {                      \
-    BOUNDS;                                                                                                       \
-    const HELD *source = (const HELD *)whole.address;                                                             \
-    MOVED *target = buffer + whole.start;                                                                         \
-    for (int64_t i = from + THREAD; i < to; i += THREADS)                                                         \
-      target[i] = factor == 0 ? 0 : from_##NAME(source[i]) * (MOVED)factor;                                       \
-  }                                                                                                               \
-  KERNEL unpack_##NAME(const piece *pieces, const tile *tiles, const MOVED *buffer, double divisor) {             \
-    BOUNDS;                                                                                                       \
-    HELD *target = (HELD *)whole.address;                                                                         \
-    const MOVED *source = buffer + whole.start;                                                                   \
-    for (int64_t i = from + THREAD; i < to; i += THREADS) target[i] = to_##NAME(source[i] / (MOVED)divisor);      \
+#define from_float32(x) (x)
+#define from_float64(x) (x)
+#define to_float32(x) ((float)(x))
+#define to_float64(x) (x)
+
+INLINE int is_finite_float16(uint16_t x) { return (x & 0x7fffu) < 0x7c00u; }
+
+INLINE int is_finite_bfloat16(uint16_t x) { return (x & 0x7fffu) < 0x7f80u; }
+
+INLINE int is_finite_float32(float x) {
+  word w;
+  w.value = x;
+  return (w.bits & 0x7fffffffu) < 0x7f800000u;
+}
+
+INLINE int is_finite_float64(double x) {
+  union {
+    uint64_t bits;
+    double value;
+  } w;
+  w.value = x;
+  return (w.bits & 0x7fffffffffffffffull) < 0x7ff0000000000000ull;
+}
+
+/*
+ * HELD, BUFFER: the names of the dtypes of tensors and buffer; their C types; WIDE: the type of the arithmetic. unpack does
+ * not write a result that is not finite if `flags` is given; then it sets the flag of the tensor.
+ */
+#define SCALED(HELD, HELD_TYPE, BUFFER, BUFFER_TYPE, WIDE)                                                           \
+  KERNEL pack_##HELD##_##BUFFER(const piece *pieces, const tile *tiles, BUFFER_TYPE *buffer, double factor) {        \
+    BOUNDS;                                                                                                          \
+    const HELD_TYPE *source = (const HELD_TYPE *)whole.address;                                                      \
+    BUFFER_TYPE *target = buffer + whole.start;                                                                      \
+    for (int64_t i = from + THREAD; i < to; i += THREADS)                                                            \
+      target[i] = to_##BUFFER(factor == 0 ? (WIDE)0 : from_##HELD(source[i]) * (WIDE)factor);                        \
+  }                                                                                                                  \
+  CHECKED(HELD, HELD_TYPE, BUFFER, BUFFER_TYPE, WIDE)
+
+#define CHECKED(HELD, HELD_TYPE, BUFFER, BUFFER_TYPE, WIDE)                                                          \
+  KERNEL unpack_##HELD##_##BUFFER(const piece *pieces, const tile *tiles, const BUFFER_TYPE *buffer, double divisor, \
+                                  uint32_t *flags) {                                                                 \
+    BOUNDS;                                                                                                          \
+    HELD_TYPE *target = (HELD_TYPE *)whole.address;                                                                  \
+    const BUFFER_TYPE *source = buffer + whole.start;                                                                \
+    for (int64_t i = from + THREAD; i < to; i += THREADS) {                                                          \
+      const HELD_TYPE x = to_##HELD(from_##BUFFER(source[i]) / (WIDE)divisor);                                       \
+      if (!flags || is_finite_##HELD(x))                                                                             \
+        target[i] = x;                                                                                               \
+      else                                                                                                           \
+        flags[here.piece] = 1;                                                                                       \
+    }                                                                                                                \
   }
 
-SCALED(float16, uint16_t, float)
-SCALED(bfloat16, uint16_t, float)
+SCALED(float16, uint16_t, float32, float, float)
+SCALED(bfloat16, uint16_t, float32, float, float)
+SCALED(float32, float, float16, uint16_t, float)
+SCALED(float32, float, bfloat16, uint16_t, float)
+SCALED(float64, double, float16, uint16_t, double)
+SCALED(float64, double, bfloat16, uint16_t, double)
+CHECKED(float16, uint16_t, float16, uint16_t, float)
+CHECKED(bfloat16, uint16_t, bfloat16, uint16_t, float)
 
 /* float32 four and float64 two at a time, 16 bytes, if the tensor is aligned. */
-#define SCALED_WIDE(NAME, TYPE, EACH)                                                                             \
-  typedef struct ALIGNED {                                                                                        \
-    TYPE v[EACH];                                                                                                 \
-  } NAME##s;                                                                                                      \
-  KERNEL pack_##NAME(const piece *pieces, const tile *tiles, TYPE *buffer, double factor) {                       \
-    BOUNDS;                                                                                                       \
-    const TYPE *source = (const TYPE *)whole.address;                                                             \
-    TYPE *target = buffer + whole.start;                                                                          \
-    int64_t done = from;                                                                                          \
-    if (whole.address % 16 == 0) {                                                                                \
-      done = from + (to - from) / EACH * EACH;                                                                    \
-      for (int64_t i = from / EACH + THREAD; i < done / EACH; i += THREADS) {                                     \
-        NAME##s four = ((const NAME##s *)source)[i];                                                     \
-        for (int k = 0; k < EACH; k++) four.v[k] = factor == 0 ? 0 : four.v[k] * (TYPE)factor;                    \
-        ((NAME##s *)target)[i] = four;                                                                   \
-      }                                                                                                           \
-    }                                                                                                             \
-    for (int64_t i = done + THREAD; i < to; i += THREADS) target[i] = factor == 0 ? 0 : source[i] * (TYPE)factor; \
-  }                                                                                                               \
-  KERNEL unpack_##NAME(const piece *pieces, const tile *tiles, const TYPE *buffer, double divisor) {              \
-    BOUNDS;                                                                                                       \
-    TYPE *target = (TYPE *)whole.address;                                                                         \
-    const TYPE *source = buffer + whole.start;                                                                    \
-    int64_t done = from;                                                                                          \
-    if (whole.address % 16 == 0) {                                                                                \
-      done = from + (to - from) / EACH * EACH;                                                                    \
-      for (int64_t i = from / EACH + THREAD; i < done / EACH; i += THREADS) {                                     \
-        NAME##s four = ((const NAME##s *)source)[i];                                                     \
-        for (int k = 0; k < EACH; k++) four.v[k] /= (TYPE)divisor;                                                \
-        ((NAME##s *)target)[i] = four;                                                                   \
-      }                                                                                                           \
-    }                                                                                                             \
-    for (int64_t i = done + THREAD; i < to; i += THREADS) target[i] = source[i] / (TYPE)divisor;                  \
+#define SCALED_VECTORS(NAME, TYPE, EACH)                                                                             \
+  typedef struct ALIGNED {                                                                                           \
+    TYPE v[EACH];                                                                                                    \
+  } NAME##s;                                                                                                         \
+  KERNEL pack_##NAME##_##NAME(const piece *pieces, const tile *tiles, TYPE *buffer, double factor) {                 \
+    BOUNDS;                                                                                                          \
+    const TYPE *source = (const TYPE *)whole.address;                                                                \
+    TYPE *target = buffer + whole.start;                                                                             \
+    int64_t done = from;                                                                                             \
+    if (whole.address % 16 == 0) {                                                                                   \
+      done = from + (to - from) / EACH * EACH;                                                                       \
+      for (int64_t i = from / EACH + THREAD; i < done / EACH; i += THREADS) {                                        \
+        NAME##s vector = ((const NAME##s *)source)[i];                                                               \
+        for (int k = 0; k < EACH; k++) vector.v[k] = factor == 0 ? 0 : vector.v[k] * (TYPE)factor;                   \
+        ((NAME##s *)target)[i] = vector;                                                                             \
+      }                                                                                                              \
+    }                                                                                                                \
+    for (int64_t i = done + THREAD; i < to; i += THREADS) target[i] = factor == 0 ? 0 : source[i] * (TYPE)factor;    \
+  }                                                                                                                  \
+  KERNEL unpack_##NAME##_##NAME(const piece *pieces, const tile *tiles, const TYPE *buffer, double divisor,          \
+                                uint32_t *flags) {                                                                   \
+    BOUNDS;                                                                                                          \
+    TYPE *target = (TYPE *)whole.address;                                                                            \
+    const TYPE *source = buffer + whole.start;                                                                       \
+    int64_t done = from;                                                                                             \
+    int found = 0;                                                                                                   \
+    if (whole.address % 16 == 0) {                                                                                   \
+      done = from + (to - from) / EACH * EACH;                                                                       \
+      for (int64_t i = from / EACH + THREAD; i < done / EACH; i += THREADS) {                                        \
+        NAME##s vector = ((const NAME##s *)source)[i];                                                               \
+        int finite = 1;                                                                                              \
+        for (int k = 0; k < EACH; k++) {                                                                             \
+          vector.v[k] /= (TYPE)divisor;                                                                              \
+          finite &= is_finite_##NAME(vector.v[k]);                                                                   \
+        }                                                                                                            \
+        if (!flags || finite) {                                                                                      \
+          ((NAME##s *)target)[i] = vector;                                                                           \
+          continue;                                                                                                  \
+        }                                                                                                            \
+        found = 1;                                                                                                   \
+        for (int k = 0; k < EACH; k++)                                                                               \
+          if (is_finite_##NAME(vector.v[k])) target[i * EACH + k] = vector.v[k];                                     \
+      }                                                                                                              \
+    }                                                                                                                \
+    for (int64_t i = done + THREAD; i < to; i += THREADS) {                                                          \
+      const TYPE x = source[i] / (TYPE)divisor;                                                                      \
+      if (!flags || is_finite_##NAME(x))                                                                             \
+        target[i] = x;                                                                                               \
+      else                                                                                                           \
+        found = 1;                                                                                                   \
+    }                                                                                                                \
+    if (found) flags[here.piece] = 1;                                                                                \
   }
 
-SCALED_WIDE(float32, float, 4)
-SCALED_WIDE(float64, double, 2)
+SCALED_VECTORS(float32, float, 4)
+SCALED_VECTORS(float64, double, 2)
+
+typedef struct ALIGNED {
+  uint16_t v[8];
+} eight;
+
+/*
+ * Reduces 16-bit floats of all ranks in float32, in the order of the ranks, and rounds once. rows: a row of `stride`
+ * elements for each rank, of which the first `count` are used; the row of `rank` is `own` instead. Eight elements for each
+ * thread.
+ */
+#define COMBINE(NAME)                                                                                                \
+  KERNEL combine_##NAME(const uint16_t *rows, int64_t stride, uint32_t ranks, uint32_t rank, const uint16_t *own,    \
+                        uint16_t *out, int64_t count, uint32_t multiplies, double divisor) {                         \
+    const int64_t first = ((int64_t)BLOCK * THREADS + THREAD) * 8;                                                   \
+    const int64_t left = count - first < 8 ? count - first : 8;                                                      \
+    const int aligned = left == 8 && (((uint64_t)rows | (uint64_t)own | (uint64_t)out) % 16 | stride % 8) == 0;      \
+    float total[8];                                                                                                  \
+    for (uint32_t r = 0; r < ranks && left > 0; r++) {                                                               \
+      const uint16_t *row = (r == rank ? own : rows + r * stride) + first;                                           \
+      eight x;                                                                                                       \
+      if (aligned) x = *(const eight *)row;                                                                          \
+      for (int k = 0; k < 8; k++) {                                                                                  \
+        if (!aligned) x.v[k] = k < left ? row[k] : 0;                                                                \
+        const float value = from_##NAME(x.v[k]);                                                                     \
+        total[k] = r == 0 ? value : multiplies ? total[k] * value : total[k] + value;                                \
+      }                                                                                                              \
+    }                                                                                                                \
+    eight result;                                                                                                    \
+    for (int k = 0; k < 8 && left > 0; k++) {                                                                        \
+      result.v[k] = to_##NAME(total[k] / (float)divisor);                                                            \
+      if (!aligned && k < left) out[first + k] = result.v[k];                                                        \
+    }                                                                                                                \
+    if (aligned) *(eight *)(out + first) = result;                                                                   \
+  }
+
+COMBINE(float16)
+COMBINE(bfloat16)
 
 /*
  * Whether a magnitude exceeds a limit, compared as bits (of float64 the upper half): finds NaN and infinity. The start of
- * a piece is not used. Several threads may set the flag, all to the same value.
+ * a piece is not used. Several threads may set a flag, all to the same value.
  */
 #define EXCEEDS(NAME, TYPE, UPPER)                                                                    \
   KERNEL exceeds_##NAME(const piece *pieces, const tile *tiles, uint32_t limit, uint32_t *flag) {     \
@@ -208,9 +308,6 @@ SCALED_WIDE(float64, double, 2)
 EXCEEDS(2, uint16_t, 0)
 EXCEEDS(4, uint32_t, 0)
 EXCEEDS(8, uint64_t, 32)
-
-#define from_float32(x) x
-#define from_float64(x) x
 
 /* The sum of the squares of each thread's elements; each has its own place, so that the total has a fixed order. */
 #define SQUARES(NAME, TYPE)                                                           \

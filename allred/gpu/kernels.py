@@ -17,6 +17,7 @@ HERE = pathlib.Path(__file__).parent  # .cu and .h files here are links into csr
 SOURCE = HERE / "fuse.cu"
 TILE = 8192  # elements per block, as in fuse.cu
 _THREADS = 256
+_COMBINED = 8  # elements per thread of `combine`, as in fuse.cu
 _ALIGN_BYTES = 16
 _MAX_TABLES = 256
 
@@ -49,7 +50,7 @@ def pieces_and_tiles(addresses: Sequence[int], offsets: Sequence[int], counts: S
 
 class LaunchTable:
     """Addresses of tensors of one dtype and their offsets in a buffer, copied to the GPU at the first launch. It holds
-    addresses and keeps no tensor alive."""
+    addresses and keeps no tensor alive. itemsize: of the elements of the buffer, in bytes."""
 
     def __init__(self, addresses: Sequence[int], counts: Sequence[int], itemsize: int) -> None:
         self.addresses, self.counts, self.itemsize = addresses, counts, itemsize
@@ -91,19 +92,44 @@ class Kernels:
             self._tables[key] = LaunchTable(key[1], key[2], itemsize)
         return self._tables[key]
 
-    def pack(self, table: LaunchTable, name: str, buffer: Any, factor: float | None) -> None:
-        """Copy tensors into the buffer, multiplied by `factor` if given; 16-bit floats then become float32."""
-        self._fuse("pack", table, name, buffer, factor)
+    def pack(self, table: LaunchTable, held: str, buffer: Any, moved: str, factor: float | None) -> None:
+        """Copy tensors into the buffer, multiplied by `factor` if given. held, moved: names of the dtypes of tensors and
+        buffer. 16-bit floats are multiplied only if `moved` is float32."""
+        self._fuse("pack", table, held, buffer, moved, factor, ())
 
-    def unpack(self, buffer: Any, table: LaunchTable, name: str, divisor: float | None) -> None:
-        """Copy the buffer into tensors, divided by `divisor` if given; 16-bit floats are then float32 in the buffer."""
-        self._fuse("unpack", table, name, buffer, divisor)
+    def unpack(
+        self, buffer: Any, table: LaunchTable, held: str, moved: str, divisor: float | None, flags: Any = None
+    ) -> None:
+        """Copy the buffer into tensors, divided by `divisor` if given. flags: uint32 (tensors,) on the GPU: a result that
+        is not finite is not written, and the flag of its tensor is set to 1; None: no check."""
+        if flags is not None and divisor is None:
+            divisor = 1.0
+        self._fuse("unpack", table, held, buffer, moved, divisor, (np.uintp(0) if flags is None else flags,))
 
-    def _fuse(self, direction: str, table: LaunchTable, name: str, buffer: Any, number: float | None) -> None:
-        if number is None:
+    def _fuse(
+        self, direction: str, table: LaunchTable, held: str, buffer: Any, moved: str, number: float | None,
+        more: tuple[Any, ...],
+    ) -> None:  # fmt: skip
+        if number is None and held == moved:
             self._launch(f"{direction}_bytes", table, table.itemsize, (buffer,))
         else:
-            self._launch(f"{direction}_{name}", table, 1, (buffer, np.float64(number)))
+            numbers = np.float64(1.0 if number is None else number), *more
+            self._launch(f"{direction}_{held}_{moved}", table, 1, (buffer, *numbers))
+
+    def combine(
+        self, name: str, rows: Any, ranks: int, rank: int, own: Any, out: Any, multiplies: bool, divisor: float
+    ) -> None:
+        """Sum, or multiply, 16-bit floats of all ranks in float32, divide by `divisor`, and round once.
+
+        Arguments:
+            rows: uint16 or float16 (ranks * stride,): a row for each rank; that of this rank, `rank`, is not read.
+            own: the elements of this rank, at most `stride`. out: the result; may be `own`.
+        """
+        blocks = -(-own.size // (_COMBINED * _THREADS))
+        stride = np.int64(rows.size // ranks)
+        numbers = np.int64(own.size), np.uint32(multiplies), np.float64(divisor)
+        function = self._function(f"combine_{name}")
+        function((blocks,), (_THREADS,), (rows, stride, np.uint32(ranks), np.uint32(rank), own, out, *numbers))
 
     def exceeds(self, parts: Sequence[Any], element_bytes: int, limit: int) -> Any:
         """uint32 (1,) on the GPU: 1 if the magnitude bits of any element exceed `limit`, else 0 (see fuse.cu)."""

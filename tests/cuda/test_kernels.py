@@ -17,8 +17,19 @@ from allred.gpu import kernels
 
 ARCHITECTURES = ["80", "90", "100"]
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
+BUFFERS = {  # dtypes of buffers with scaled values, by the dtype of the tensors
+    "float16": ["float32"],
+    "bfloat16": ["float32"],
+    "float32": ["float32", "float16", "bfloat16"],
+    "float64": ["float64", "float16", "bfloat16"],
+}
 RULES = ["sgd", "adagrad", "rmsprop", "adam", "adamw"]
-PARAMETERS = {"float64": "f64", "uint32": "u32", "uint64": "u64"}  # PTX's types of the scalars that are passed
+PARAMETERS = {
+    "float64": "f64",
+    "uint32": "u32",
+    "uint64": "u64",
+    "int64": "u64",
+}  # PTX's types of the scalars that are passed
 
 
 class Array(np.ndarray):
@@ -56,9 +67,15 @@ def recorded():
         dtype = np.dtype(np.uint16 if name == "bfloat16" else name)
         part, buffer = np.zeros(8, dtype).view(Array), np.zeros(8)
         table = made.table([part], part.itemsize)
-        for factor in [None, 2.0] if name in FLOATS else [None]:
-            made.pack(table, name, buffer, factor)
-            made.unpack(buffer, table, name, factor)
+        made.pack(table, name, buffer, name, None)
+        made.unpack(buffer, table, name, name, None)
+        for moved in BUFFERS.get(name, ()):
+            made.pack(table, name, buffer, moved, 2.0)
+            made.unpack(buffer, table, name, moved, 2.0)
+        if name in FLOATS:
+            made.unpack(buffer, table, name, name, None, np.zeros(1, np.uint32))
+        if name in ("float16", "bfloat16"):
+            made.combine(name, part, 2, 0, part, part, False, 1.0)
         if name in FLOATS:
             made.exceeds([part], part.itemsize, 1)
             made.squares([part], name)
