@@ -77,6 +77,12 @@ class Config:
         "transport of device arrays between nodes: nccl, or mpi, which copies them through host memory",
         choices=("nccl", "mpi"),
     )
+    nccl_16bit: str = _setting(
+        "float32",
+        "sums of 16-bit floats on GPUs: float32 (in the order of the ranks, rounded once) or native (by NCCL: faster, "
+        "rounded after each addition)",
+        choices=("float32", "native"),
+    )
     gpu_oversubscribe: bool = _setting(False, "whether several ranks may share a GPU, for tests (1 or 0)")
     progress: str = _setting(
         "thread",

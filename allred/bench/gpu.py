@@ -115,12 +115,12 @@ def packing_bandwidths(group: list[Any], comm: Any, seconds: float) -> dict[str,
     buffer, copied = (xp.zeros(table.buffer_elements, flats[0].dtype) for _ in range(2))
     calls: dict[str, Call] = {
         "copy": lambda: xp.copyto(copied, buffer),
-        "pack": lambda: kernels.pack(table, dtype, buffer, None),
-        "unpack": lambda: kernels.unpack(buffer, table, dtype, None),
+        "pack": lambda: kernels.pack(table, dtype, buffer, dtype, None),
+        "unpack": lambda: kernels.unpack(buffer, table, dtype, dtype, None),
     }
     if arrays.accumulator(group[0].dtype) == group[0].dtype and arrays.is_float(group[0].dtype):
-        calls["pack_scaled"] = lambda: kernels.pack(table, dtype, buffer, 0.5)
-        calls["unpack_divided"] = lambda: kernels.unpack(buffer, table, dtype, 2.0)
+        calls["pack_scaled"] = lambda: kernels.pack(table, dtype, buffer, dtype, 0.5)
+        calls["unpack_divided"] = lambda: kernels.unpack(buffer, table, dtype, dtype, 2.0)
     times = measure.interleave(calls, comm, seconds, synchronize)
     nbytes = 2 * sum(flat.nbytes for flat in flats)
     return {f"{name}_GBps": rounded(measure.algbw(nbytes, each.us(50))) for name, each in times.items()}

@@ -250,7 +250,7 @@ class Communicator(Group):
             descriptor = array_descriptor("allgather", source, name, shape=shape, rows=count)
             given = None if out is None else result_of(out, (self.size * count, *rest), source.dtype)
             group, headers = yield from self.agree(descriptor)
-            rows = [header.rows_and_note(record)[0] for record in headers]
+            rows = [header.own_fields(record).rows for record in headers]
             result = np.empty((sum(rows), *rest), source.dtype) if given is None else given[: sum(rows)]
             row_bytes = arrays.size_of(rest) * source.itemsize
             send, recv = arrays.as_bytes(source), arrays.as_bytes(result)
@@ -364,15 +364,16 @@ class Communicator(Group):
         super().close()
 
     def check(
-        self, kind: str, title: str, tensors: Sequence[str] = (), settings: str = "", note: int = 0, problem: str = ""
-    ) -> Work[list[int]]:
-        """Check that all ranks pass the same title, tensors (a line each) and settings. The result is the `note`, 0 to
-        2**64 - 1, of every rank of `active`. A `problem` (a sentence) on any rank is an InputError on all."""
+        self, kind: str, title: str, tensors: Sequence[str] = (), settings: str = "", note: int = 0, problem: str = "",
+        rows: int = 0,
+    ) -> Work[list[header.OwnFields]]:  # fmt: skip
+        """Check that all ranks pass the same title, tensors (a line each) and settings. The result is the `rows` and
+        `note`, 0 to 2**64 - 1, of every rank of `active`. A `problem` (a sentence) is an InputError on all ranks."""
 
-        def steps() -> Steps[list[int]]:
-            descriptor = OpDescriptor(kind, "", title, tuple(tensors), settings, note=note, problem=problem)
-            _, headers = yield from self.agree(descriptor)
-            return [header.rows_and_note(record)[1] for record in headers]
+        def steps() -> Steps[list[header.OwnFields]]:
+            described = OpDescriptor(kind, "", title, tuple(tensors), settings, rows=rows, note=note, problem=problem)
+            _, headers = yield from self.agree(described)
+            return [header.own_fields(record) for record in headers]
 
         return self.start(kind, "", steps())
 
@@ -390,7 +391,7 @@ class Communicator(Group):
                 yield from self.agree(descriptor)
             headers = yield from self.backend.exchange(self._announce(descriptor))
             if header.agree(headers):
-                notes = [header.rows_and_note(record)[1] for record in headers]
+                notes = [header.own_fields(record).note for record in headers]
                 return self.ranks[notes.index(1)]
             yield from self.backend.allgather_object(pickled(descriptor))
             return None

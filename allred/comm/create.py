@@ -133,7 +133,7 @@ def add_devices(communicator: Communicator, config: Config, seen: list[VisibleGp
         if config.backend == "nccl":
             raise ConfigError(f"backend 'nccl': {problem}")
         return f"GPUs are not used: {problem}"
-    return add_device(communicator, device, is_staged(config, nodes))
+    return add_device(communicator, device, is_staged(config, nodes), config.nccl_16bit == "native")
 
 
 def is_staged(config: Config, nodes: list[int]) -> bool:
@@ -141,14 +141,15 @@ def is_staged(config: Config, nodes: list[int]) -> bool:
     return config.nccl_cross == "mpi" and len(set(nodes)) > 1
 
 
-def add_device(communicator: Communicator, device: Device, staged: bool) -> str:
-    """Add a device backend. Return what the banner says about it. staged: see `is_staged`."""
+def add_device(communicator: Communicator, device: Device, staged: bool, native_halves: bool = False) -> str:
+    """Add a device backend. Return what the banner says about it. staged: see `is_staged`. native_halves: see
+    NcclBackend."""
     host = communicator.backend
     if staged:
         communicator.devices = StagedBackend(host, device)
         how = "through the host, as requested by ALLRED_NCCL_CROSS"
     else:
-        communicator.devices = NcclBackend(host, communicator.ranks, device, communicator.queue)
+        communicator.devices = NcclBackend(host, communicator.ranks, device, communicator.queue, native_halves)
         how = "by NCCL"
     communicator.gpu, communicator.name = DeviceCollectives(communicator), "nccl"
     return f"device arrays {how}, host arrays by {host.name}"

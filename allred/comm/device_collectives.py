@@ -1,9 +1,6 @@
 """The collectives of arrays on GPUs (cupy, torch on CUDA, and others).
 
-The host backend exchanges the headers of all operations, so they have one order, and a rank that passes a host array
-where another passes a device array gets the usual error. After that, the operation waits for its turn to be launched
-(gpu/launch_order.py), and the device backend moves the bytes on the stream of the communicator. `wait` orders the
-caller's stream after the operation and does not block the host. The allreduce is in device_reduce.py.
+The device backend moves the bytes on the communication stream. The allreduce is in device_reduce.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +12,9 @@ from allred import arrays
 from allred.arrays import Array
 from allred.comm import header
 from allred.comm.arguments import array_descriptor, root_index, splits_of
-from allred.comm.device_reduce import DeviceReductions, ReduceRequest, adopt_on, check_writable, on_gpu
+from allred.comm.device_buckets import ReduceRequest
+from allred.comm.device_operation import adopt_on, check_writable, on_gpu
+from allred.comm.device_reduce import DeviceReductions
 from allred.comm.ops import Compression, ReduceOp
 from allred.comm.work import Steps, Work
 from allred.errors import InputError
@@ -65,7 +64,7 @@ class DeviceCollectives(DeviceReductions):
             shape = g.shape or (1,)
             descriptor = array_descriptor("allgather", cast(Array, g), name, shape=("any", *shape[1:]), rows=shape[0])
             _, devices, headers = yield from self._agree(on_gpu(descriptor))
-            rows = [header.rows_and_note(record)[0] for record in headers]
+            rows = [header.own_fields(record).rows for record in headers]
             (result,) = lease.empty([((sum(rows), *shape[1:]), g.array.dtype)])
             with lease.enter():
                 send = g.flat().view(np.uint8)

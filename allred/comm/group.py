@@ -138,6 +138,18 @@ class Group:
             return self, headers
         return (yield from self._resolve(descriptor))
 
+    def begin_without_header(self, descriptor: OpDescriptor) -> "Group":
+        """Begin an operation on which the ranks have agreed in the header exchange before. Return the group that runs
+        it."""
+        number, work = self._sequence - 1, self.queue.advancing
+        assert work is not None
+        self._describe(lambda: descriptor, lambda: number)
+        work.ranks = self.active.size
+        if (noted := self._noted) is not None:
+            noted.nbytes = descriptor.nbytes
+            noted.agree()
+        return self.active
+
     def agree_and_move(
         self,
         descriptor: OpDescriptor,

@@ -29,7 +29,7 @@ import struct
 import sys
 import types
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from allred.errors import AllredError, InputError, MismatchError
 
@@ -135,10 +135,15 @@ def weight_note(weight: float) -> int:
     return int.from_bytes(struct.pack("<d", weight), "little")
 
 
-def rows_and_note(header: bytes) -> tuple[int, int]:
-    """Return the two fields of a header that may differ between ranks."""
-    rows, note = _OWN.unpack(header[48:])
-    return rows, note
+class OwnFields(NamedTuple):
+    """The two fields of a header that may differ between ranks."""
+
+    rows: int
+    note: int
+
+
+def own_fields(header: bytes) -> OwnFields:
+    return OwnFields(*_OWN.unpack(header[48:]))
 
 
 def agree(headers: list[bytes]) -> bool:

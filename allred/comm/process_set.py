@@ -67,7 +67,7 @@ class ProcessSets:
         recording.attach(communicator, title)
         if (devices := (parent or self.everyone).devices) is not None:
             device = devices.device if parent is not None else devices.device.sibling()
-            add_device(communicator, device, is_staged(self.config, nodes))
+            add_device(communicator, device, is_staged(self.config, nodes), self.config.nccl_16bit == "native")
         return communicator
 
     def _subgroup(self, parent: Communicator, ranks: Sequence[int]) -> Steps[Communicator]:

@@ -77,6 +77,21 @@ def is_device(value: Any) -> bool:
     return False
 
 
+def all_on_gpu(values: Sequence[Any]) -> bool:
+    """Whether there are values, and all are cupy arrays or torch tensors on a GPU. Other frameworks' arrays are not
+    looked for."""
+    kinds = set(map(type, values))
+    cupy, torch = sys.modules.get("cupy"), sys.modules.get("torch")
+    if cupy is not None and kinds == {cupy.ndarray}:
+        return True
+    return (
+        bool(kinds)
+        and torch is not None
+        and kinds <= {torch.Tensor, torch.nn.Parameter}
+        and all(v.is_cuda for v in values)
+    )
+
+
 def adopt(value: Any) -> Adopted:
     """View a device array as a cupy array. Raises InputError for dtypes that allred does not support."""
     import cupy

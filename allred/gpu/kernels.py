@@ -93,15 +93,20 @@ class Kernels:
         return self._tables[key]
 
     def pack(self, table: LaunchTable, held: str, buffer: Any, moved: str, factor: float | None) -> None:
-        """Copy tensors into the buffer, multiplied by `factor` if given. held, moved: names of the dtypes of tensors and
-        buffer. 16-bit floats are multiplied only if `moved` is float32."""
+        """Copy tensors into the buffer, multiplied by `factor` if given.
+
+        held, moved: names of the dtypes of tensors and buffer; 16-bit floats are multiplied only into float32.
+        """
         self._fuse("pack", table, held, buffer, moved, factor, ())
 
     def unpack(
         self, buffer: Any, table: LaunchTable, held: str, moved: str, divisor: float | None, flags: Any = None
     ) -> None:
-        """Copy the buffer into tensors, divided by `divisor` if given. flags: uint32 (tensors,) on the GPU: a result that
-        is not finite is not written, and the flag of its tensor is set to 1; None: no check."""
+        """Copy the buffer into tensors, divided by `divisor` if given.
+
+        flags: uint32 (tensors,) on the GPU: a result that is not finite is not written, and the flag of its tensor is
+        set to 1; None: no check.
+        """
         if flags is not None and divisor is None:
             divisor = 1.0
         self._fuse("unpack", table, held, buffer, moved, divisor, (np.uintp(0) if flags is None else flags,))

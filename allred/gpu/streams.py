@@ -5,8 +5,12 @@ GPUs, or the only GPU it sees (`srun --gpus-per-task=1`). The driver (libcuda) l
 takes a second.
 
 Everything that communication uses of cupy is in class Device, so tests without a GPU replace only this. Each
-communicator has a Device of its own, and so a stream and tables for the kernels, all on the GPU that was chosen in
-init(). A table is written and read on one stream. No call here blocks the host, except `synchronize`.
+communicator has a Device of its own, and so three streams and tables for the kernels, all on the GPU that was chosen in
+init(). No call here blocks the host, except `synchronize`.
+
+    communication stream    NCCL, and all work of operations without buckets
+    packing stream          the kernels that pack buckets
+    unpacking stream        the kernels that unpack buckets
 
 A new thread uses GPU 0, and cupy has a current stream for each thread and GPU. So each thread makes the GPU current
 before it takes a stream.
@@ -14,10 +18,14 @@ before it takes a stream.
     lease = device.lease()           before an operation: records the current position of the caller's streams
     out = lease.empty(...)           allocates results
     with lease.enter(): ...          enqueues on the communication stream, after these positions
+    with lease.enter(stream): ...    the same on another of the three streams
     end = lease.end(kept)            completion of this work; keeps `kept` alive until then
 
+`enter` also orders the stream after the ends of earlier operations on the other streams, because two operations may use
+the same array, unless the lease is `independent`. Within an operation, its code orders the streams.
+
 cupy's pool reuses freed memory for the next allocation on the same stream. So memory that is allocated inside `enter`
-may be used on the communication stream only, and results are allocated on the caller's stream.
+may be used on this stream only, and results are allocated on the caller's stream.
 """
 
 import copy
@@ -176,14 +184,19 @@ class Completion:
 
 
 class StreamLease:
-    """Use of the communication stream by one operation. handles: of the caller's streams; None stands for cupy's
-    current stream."""
+    """Use of the streams of a Device by one operation.
 
-    def __init__(self, device: "Device", handles: Iterable[StreamHandle | None]) -> None:
+    Arguments:
+        handles: of the caller's streams; None stands for cupy's current stream.
+        independent: whether no unfinished operation that was started before uses the same arrays.
+    """
+
+    def __init__(self, device: "Device", handles: Iterable[StreamHandle | None], independent: bool = False) -> None:
         callers = [device.current(handle) for handle in handles] or [device.current()]
-        self._device, self._caller = device, callers[0]
+        self._device, self._caller, self._independent = device, callers[0], independent
         self._handles = [handle for handle in handles if handle is not None]
         self._ready = [device.record(stream) for stream in callers]
+        self._followed: dict[int, int] = {}  # how many events of `_ready` a stream waits for, by stream
 
     def empty(self, wanted: Iterable[tuple[tuple[int, ...], Any]]) -> list[Any]:
         """Allocate results with these shapes and dtypes on the caller's stream."""
@@ -192,24 +205,35 @@ class StreamLease:
         self._ready.append(self._device.record(self._caller))  # earlier work there may still use the recycled memory
         return made
 
-    def enter(self) -> Any:
-        """Communication stream as a context manager, ordered after the positions recorded on the caller's streams."""
-        self._device.use()
-        ready, self._ready = self._ready, []
-        for event in ready:
-            self._device.stream.wait_event(event)
-        return self._device.stream
+    def enter(self, stream: Any = None) -> Any:
+        """One of the streams as a context manager, ordered after the positions recorded on the caller's streams.
 
-    def end(self, kept: Any) -> Completion:
-        """Completion of everything enqueued so far. `kept` stays alive until then."""
-        end = Completion(self._device, self._device.record(self._device.stream), self._handles)
+        stream: by default the communication stream.
+        """
+        stream = stream or self._device.stream
+        self._device.use()
+        for event in self._ready[self._followed.get(stream.ptr, 0) :]:
+            stream.wait_event(event)
+        self._followed[stream.ptr] = len(self._ready)
+        if not self._independent:
+            self._device.follow_operations(stream)
+        return stream
+
+    def end(self, kept: Any, stream: Any = None) -> Completion:
+        """Completion of everything enqueued so far on one of the streams, by default the communication stream. `kept`
+        stays alive until then."""
+        stream = stream or self._device.stream
+        end = Completion(self._device, self._device.record(stream), self._handles)
+        self._device.note_end(stream, end.event)
         self._device.keep(end.event, kept)
         return end
 
 
 class Device:
-    """GPU `binding.index`, made current in the calling thread, with a stream for one communicator. launches: the launch
-    order of the operations of all communicators."""
+    """GPU `binding.index`, made current in the calling thread, with the streams of one communicator.
+
+    launches: the launch order of the operations of all communicators.
+    """
 
     def __init__(self, binding: GpuBinding, rank: int) -> None:
         import cupy
@@ -221,20 +245,45 @@ class Device:
         self.use()
         os.environ.update(nccl_variables(binding, rank, nccl.get_version(), socket.gethostname()))
         self.launches = LaunchOrder()
-        self._add_stream()
+        self._add_streams()
 
-    def _add_stream(self) -> None:
-        self.kernels = Kernels(self.xp)
-        self.stream = self.xp.cuda.Stream(non_blocking=True, priority=_HIGH_PRIORITY)
+    def _add_streams(self) -> None:
+        self.kernels, self.unpack_kernels = Kernels(self.xp), Kernels(self.xp)  # a table is used on one stream only
+        self.stream, self.packing, self.unpacking = (
+            self.xp.cuda.Stream(non_blocking=True, priority=_HIGH_PRIORITY) for _ in range(3)
+        )
+        # By stream: the ends of operations on other streams that it does not follow yet, by these streams.
+        self._ends: dict[int, dict[int, Any]] = {each.ptr: {} for each in self.streams}
         self._kept: deque[tuple[Any, Any]] = deque()  # oldest first: (event, what is in use until then)
         self._lock = threading.Lock()  # of `_kept`: the thread of the guard releases too
 
+    @property
+    def streams(self) -> tuple[Any, Any, Any]:
+        return self.stream, self.packing, self.unpacking
+
     def sibling(self) -> "Device":
-        """Return the same GPU for another communicator, with a stream and kernel tables of its own."""
+        """Return the same GPU for another communicator, with streams and kernel tables of its own."""
         self.use()
         made = copy.copy(self)
-        made._add_stream()
+        made._add_streams()
         return made
+
+    def note_end(self, stream: Any, event: Any) -> None:
+        """Note the end of an operation on a stream, for `follow_operations`."""
+        for ptr, ends in self._ends.items():
+            if ptr != stream.ptr:
+                ends[stream.ptr] = event
+
+    def follow_operations(self, stream: Any) -> None:
+        """Order a stream after the operations that have ended on the other streams."""
+        ends = self._ends[stream.ptr]
+        while ends:
+            stream.wait_event(ends.popitem()[1])
+
+    def synchronize(self) -> None:
+        """Wait for the streams."""
+        for stream in self.streams:
+            stream.synchronize()
 
     def use(self) -> None:
         """Make this GPU current in the calling thread. By default CUDA would use GPU 0 and allocate memory on it."""
@@ -245,14 +294,17 @@ class Device:
         self.use()
         return self.xp.cuda.get_current_stream() if handle is None else external_stream(handle())
 
+    def event(self) -> Any:
+        return self.xp.cuda.Event(disable_timing=True)
+
     def record(self, stream: Any) -> Any:
-        event = self.xp.cuda.Event(disable_timing=True)
+        event = self.event()
         event.record(stream)
         return event
 
-    def lease(self, handles: Iterable[StreamHandle | None] = ()) -> StreamLease:
+    def lease(self, handles: Iterable[StreamHandle | None] = (), independent: bool = False) -> StreamLease:
         """Lease for an operation that follows the work on these streams; None is cupy's current stream."""
-        return StreamLease(self, list(dict.fromkeys(handles)))
+        return StreamLease(self, list(dict.fromkeys(handles)), independent)
 
     def communicator(self, size: int, unique_id: Any, rank: int) -> Any:
         """NCCL communicator. Blocks until all ranks have called it; any thread may call it."""

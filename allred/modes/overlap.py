@@ -23,9 +23,10 @@ from typing import Any
 import numpy as np
 
 from allred import arrays, native
-from allred.arrays import Array
 from allred.comm import functions
 from allred.comm.communicator import Communicator
+from allred.comm.device_reduce import ReductionResult
+from allred.comm.header import OwnFields
 from allred.comm.work import Work
 from allred.errors import AllredError, InputError
 from allred.fusion import Plan, Tensor
@@ -60,12 +61,12 @@ class Overlap:
     def end_step(self) -> None:
         self._given: dict[str, Any] = {}  # gradients passed to reduce(), in this order
         self._ready: dict[int, Any] = {}  # by position: the array that is reduced
-        self._opening: Work[list[int]] | None = None
+        self._opening: Work[list[OwnFields]] | None = None
         self._needs_all: bool | None = None  # whether a rank needs all gradients first; None: unknown
         self._weight: float | None = None
         self._checks_results = False  # whether the reductions check their results, instead of a scan; on all ranks
         # The reductions of the buckets, and the arrays that get the results.
-        self._sent: list[tuple[Work[list[Array]] | Work[int], list[Array]]] = []
+        self._sent: list[tuple[Work[list[Any]] | Work[int] | Work[ReductionResult], list[Any]]] = []
         self._problem, self._flags = "", 0
         self._stream: Any = None  # the CUDA stream that computed the last gradient
         if self._communicator is not None:
@@ -188,8 +189,9 @@ class Overlap:
             self._needs_all = any(flag & _NEEDS_ALL for flag in agreement.flags)
             communicator = functions.current()
             counts_equally = agreement.weight is None and communicator.active.size == communicator.size
-            checkable = counts_equally and self._reducer.checks_finite and not any(self._on_gpu)
-            self._checks_results = checkable and self._checks.policy != "ignore"
+            host = all(self._on_gpu) or self._reducer.checks_finite
+            device = not any(self._on_gpu) or self._reducer.checks_finite_on_gpu
+            self._checks_results = counts_equally and host and device and self._checks.policy != "ignore"
         return self._needs_all
 
     def _send(self) -> None:
@@ -198,11 +200,9 @@ class Overlap:
         targets = [self._ready[index] for index in indices]
         self._order_streams(targets)
         name = f"{self._title}: early bucket {number} of {len(self._buckets)}"
-        if self._checks_results:
-            self._sent.append((self._reducer.start_checked(targets, name), targets))
-        else:
+        if not self._checks_results:
             self._flags |= self._checks.scan_bucket(bucket, targets)
-            self._sent.append((self._reducer.start(targets, self._weight, name), targets))
+        self._sent.append((self._reducer.start(targets, self._weight, name, self._checks_results), targets))
 
     def _order_streams(self, grads: Sequence[Any]) -> None:
         """Make the stream of each gradient wait for the stream of the one before it. Gradients of one bucket may be
@@ -262,17 +262,27 @@ class Overlap:
         return self._close(missing, problem, self._complete_buckets())
 
     def _complete_buckets(self) -> str:
-        """Wait for all buckets. Return the name of the first gradient whose checked result is not finite, or ""."""
-        nonfinite = ""
+        """Wait for all buckets. Return the name of the first gradient whose checked result is not finite, or "".
+
+        The host waits for the GPU only after the last bucket.
+        """
+        nonfinite, on_gpu = [], []
         for (work, targets), (_, bucket) in zip(self._sent, self._buckets, strict=True):
             found = work.wait()
-            if isinstance(found, int):
-                nonfinite = nonfinite or (bucket.tensors[found].name if found >= 0 else "")
-                continue
-            for target, result in zip(targets, found, strict=True):
-                if target is not result:
-                    target[...] = result
-        return nonfinite
+            if isinstance(found, ReductionResult):
+                on_gpu.append((work, found.flags, bucket))
+            elif isinstance(found, int):
+                nonfinite += [bucket.tensors[found].name] if found >= 0 else []
+            else:
+                for target, result in zip(targets, found, strict=True):
+                    if target is not result:
+                        target[...] = result
+        if on_gpu and self._checks_results:
+            on_gpu[-1][0].synchronize()
+        for _, flags, bucket in on_gpu:
+            if flags is not None and (position := flags.first()) >= 0:
+                nonfinite.append(bucket.tensors[position].name)
+        return nonfinite[0] if nonfinite else ""
 
     def _close(self, missing: list[int], problem: str, nonfinite: str) -> list[Any] | None:
         """Exchange mistakes, missing gradients and flags. missing: positions of the gradients that this rank lacks.

@@ -14,7 +14,7 @@ import numpy as np
 
 from allred.arrays import Array
 from allred.comm import functions
-from allred.comm.device_reduce import adopt_on
+from allred.comm.device_operation import adopt_on
 from allred.errors import InputError
 from allred.fusion import Plan, Tensor
 from allred.gpu.device_arrays import Adopted, is_device

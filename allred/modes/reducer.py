@@ -19,6 +19,8 @@ import numpy as np
 from allred import arena, arrays, native, world
 from allred.arrays import Array
 from allred.comm import functions, ops
+from allred.comm.device_reduce import PreparedReduction, ReductionResult
+from allred.comm.header import OwnFields
 from allred.comm.ops import Compression, ReduceOp
 from allred.comm.work import Work
 from allred.errors import InputError
@@ -44,6 +46,7 @@ class Agreement(NamedTuple):
     weight: float | None  # factor of this rank's gradients; None: all ranks count equally
     flags: list[int]  # by rank
     any_missing: bool  # whether a rank lacks a gradient
+    same_order: bool  # whether prepared gradients are in the same memory order on all ranks
 
 
 class Reducer:
@@ -92,7 +95,8 @@ class Reducer:
         missing: bool = False,
         overlapped: bool = False,
         problem: str = "",
-    ) -> Work[list[int]]:
+        prepared: PreparedReduction | None = None,
+    ) -> Work[list[OwnFields]]:
         """Start the header exchange of a step; pass its result to `agreement`.
 
         Arguments:
@@ -101,6 +105,7 @@ class Reducer:
             flags: 0 to 2**14 - 1. missing: whether this rank lacks a gradient.
             overlapped: whether this rank has passed gradients to opt.reduce().
             problem: why this rank's gradients cannot be used; all ranks raise it as InputError.
+            prepared: see `prepare`.
         """
         note = _UNCOUNTED if samples is None else min(samples, _SAMPLES)
         note |= _MISSING * missing | _OVERLAPPED * overlapped | flags << _FLAGS_SHIFT
@@ -109,18 +114,21 @@ class Reducer:
             f"op={self._op.value} bucket_bytes={self.bucket_bytes} compression={self._compression.name} "
             f"nonfinite={nonfinite} accumulate={self._options.accumulate} {settings}"
         ).strip()
-        return functions.current().check("step", title, lines, settings, note, problem)
+        orders = 0 if prepared is None else prepared.group.descriptor.note
+        return functions.current().check("step", title, lines, settings, note, problem, orders)
 
-    def agreement(self, notes: list[int]) -> Agreement:
-        """Interpret the notes of all ranks. Raises InputError on all ranks if their samples cannot be weighted."""
+    def agreement(self, fields: list[OwnFields]) -> Agreement:
+        """Interpret the fields of all ranks. Raises InputError on all ranks if their samples cannot be weighted."""
+        notes = [each.note for each in fields]
         self.overlapped = any(note & _OVERLAPPED for note in notes)
         self.weight = self._weight(notes)
-        return Agreement(self.weight, *_flags_of(notes))
+        return Agreement(self.weight, *_flags_of(notes), len({each.rows for each in fields}) == 1)
 
     def exchange_flags(self, title: str, flags: int, missing: bool, problem: str) -> tuple[list[int], bool]:
         """Exchange flags only. Returns those of all ranks, and whether a rank lacks a gradient. Collective."""
         note = _UNCOUNTED | _MISSING * missing | flags << _FLAGS_SHIFT
-        return _flags_of(functions.current().check("step", title, note=note, problem=problem).wait())
+        fields = functions.current().check("step", title, note=note, problem=problem).wait()
+        return _flags_of([each.note for each in fields])
 
     def _weight(self, notes: list[int]) -> float | None:
         active = functions.current().active
@@ -157,32 +165,60 @@ class Reducer:
     # Reduction.
 
     @property
+    def _sums(self) -> bool:
+        """Whether a result is not finite if a gradient is not: other reductions may lose an infinity."""
+        return self._op in (ReduceOp.AVERAGE, ReduceOp.SUM)
+
+    @property
     def checks_finite(self) -> bool:
         """Whether reductions of arrays on the host can check their results, if all ranks count equally."""
-        sums = self._op in (ReduceOp.AVERAGE, ReduceOp.SUM)  # others may lose an infinity
         backend = functions.current().backend
         one_operation = backend.begins_with_header("grouped_allreduce", self._compression.value)
-        return sums and backend.checks_finite and one_operation
+        return self._sums and backend.checks_finite and one_operation
+
+    @property
+    def checks_finite_on_gpu(self) -> bool:
+        """The same for arrays on GPUs."""
+        return self._sums and functions.current().gpu is not None
 
     def can_check(self, values: Sequence[Any]) -> bool:
         """Whether `allreduce_` could check the results of these values, if all ranks count equally."""
-        return self.checks_finite and set(map(type, values)) == {np.ndarray}
+        if set(map(type, values)) == {np.ndarray}:
+            return self.checks_finite
+        return self.checks_finite_on_gpu and gpu.all_on_gpu(values)
 
-    def allreduce_(self, plan: Plan, values: list[Any], weight: float | None, checks_finite: bool = False) -> str:
-        """Reduce writable arrays in place; None is left out. The host does not wait for arrays on a GPU.
+    def prepare(self, values: Sequence[Any], checks: bool) -> PreparedReduction | None:
+        """Prepare the reduction of gradients on GPUs, without weights, so that the header exchange of the step serves
+        the reduction too. None if it needs an exchange of its own. checks: as in `allreduce_`."""
+        if (devices := functions.current().gpu) is None or not gpu.all_on_gpu(values):
+            return None
+        return devices.prepare(values, self._op, self._title, self._compression, checks and self._sums)
 
-        checks_finite: check the results, see `Communicator.nonfinite`; only if `can_check`, and without a weight.
+    def allreduce_(
+        self, plan: Plan, values: list[Any], weight: float | None, checks_finite: bool = False,
+        prepared: PreparedReduction | None = None,
+    ) -> str:  # fmt: skip
+        """Reduce writable arrays in place; None is left out.
+
+        checks_finite: check the results, see `Communicator.nonfinite`; only if `can_check`, and without a weight. The
+        host waits for arrays on a GPU only with it. prepared: the result of `prepare` for these values, if the ranks
+        have agreed on it.
         Returns the name of the first tensor whose result is not finite, or "".
         """
+        devices = functions.current().gpu
+        if prepared is not None and devices is not None:
+            found = _completed(devices.reduce_prepared(prepared))
+            return "" if found < 0 else plan.tensors[found].name
         kinds, indices = set(map(type, values)), plan.nonempty
         if type(None) in kinds:
             indices = [index for index in indices if values[index] is not None]
-        if (devices := functions.current().gpu) is not None and kinds != {np.ndarray}:
-            on_gpu = {index: values[index] for index in indices if gpu.is_device(values[index])}
+        if devices is not None and kinds != {np.ndarray}:
+            on_gpu = [index for index in indices if gpu.is_device(values[index])]
             if on_gpu:
-                there = list(on_gpu.values())
-                devices.weighted_allreduce_(there, self._op, self._title, self._compression, weight).wait()
-                indices = [index for index in indices if index not in on_gpu]
+                found = _completed(self._start_on_gpu([values[index] for index in on_gpu], weight, checks_finite))
+                if found >= 0:
+                    return plan.tensors[on_gpu[found]].name
+                indices = [index for index in indices if index not in set(on_gpu)]
         if len(indices) < len(values):
             plan, values = self.plan([plan.tensors[index] for index in indices]), [values[index] for index in indices]
         if not values:
@@ -230,23 +266,36 @@ class Reducer:
         if weighted is not array:
             array[...] = weighted
 
-    def start(self, targets: list[Any], weight: float | None, name: str) -> Work[list[Any]]:
-        """Start the reduction of arrays of one dtype, all on the host or all on a GPU. The result of the Work is
-        `targets`, reduced in place, or new arrays where the weighted copy was reduced."""
+    def _start_on_gpu(
+        self, targets: list[Any], weight: float | None, checks: bool, name: str = "", independent: bool = False
+    ) -> Work[ReductionResult]:
+        devices = functions.current().gpu
+        assert devices is not None
+        return devices.weighted_allreduce_(
+            targets, self._op, name or self._title, self._compression, weight, checks, independent
+        )
+
+    def start(
+        self, targets: list[Any], weight: float | None, name: str, checks: bool
+    ) -> Work[list[Any]] | Work[int] | Work[ReductionResult]:
+        """Start the reduction of gradients of one dtype, all on the host or all on a GPU, which no other operation
+        uses.
+
+        The result of the Work: on a GPU, a ReductionResult. On the host with `checks`: see
+        `Communicator.checked_allreduce_`. Without: `targets`, reduced in place, or new arrays where the weighted copy
+        was reduced. checks: check the results; only if `checks_finite`, or `checks_finite_on_gpu`, without a weight.
+        """
         communicator = functions.current()
-        if (devices := communicator.gpu) is not None and gpu.is_device(targets[0]):
-            return devices.weighted_allreduce_(targets, self._op, name, self._compression, weight)
+        if communicator.gpu is not None and gpu.is_device(targets[0]):
+            return self._start_on_gpu(targets, weight, checks, name, independent=True)
+        if checks:
+            return communicator.checked_allreduce_(targets, self._op, name, self._compression)
         if weight is not None and _weighs([targets[0].dtype]):
             return communicator.grouped_allreduce(
                 targets, self._op, name, self._compression, in_place=True, weight=weight
             )
         weighted = [self._weighted(target, weight) for target in targets]
         return functions.grouped_allreduce_async_([array for array, _ in weighted], self._op, name, weighted[0][1])
-
-    def start_checked(self, targets: list[Array], name: str) -> Work[int]:
-        """As `start`, of arrays on the host without a weight, with a check of the results; only if `checks_finite`. See
-        `Communicator.checked_allreduce_`."""
-        return functions.current().checked_allreduce_(targets, self._op, name, self._compression)
 
     def _weighted(self, array: Array, weight: float | None) -> tuple[Array, Compression]:
         """Return the array to reduce, and its compression. 16-bit floats are weighted and summed in float32, and
@@ -259,6 +308,16 @@ class Reducer:
         elif weight:  # with weight 0 the result is zero even where the gradient is NaN: the mean over no samples
             np.multiply(array, weight, out=weighted, dtype=weighted.dtype)
         return weighted, self._compression if weighted.dtype == array.dtype else Compression.none
+
+
+def _completed(work: Work[ReductionResult]) -> int:
+    """Wait for a reduction of arrays on GPUs. Return the position of the first one whose checked result is not finite,
+    or -1."""
+    flags = work.wait().flags
+    if flags is None:
+        return -1
+    work.synchronize()
+    return flags.first()
 
 
 def _weighs(dtypes: Iterable[np.dtype[Any]]) -> bool:

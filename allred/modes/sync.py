@@ -23,7 +23,7 @@ from allred.errors import AllredError, InputError
 from allred.fusion import Tensor
 from allred.gpu.device_arrays import to_host
 from allred.modes.clipping import Clipper
-from allred.modes.detect.mistake_checks import DEFERRED, MistakeChecks, restored
+from allred.modes.detect.mistake_checks import DEFERRED, PREPARED, MistakeChecks, restored
 from allred.modes.not_in_place import NotInPlace
 from allred.modes.options import Mode, StepInput, StepOptions
 from allred.modes.overlap import Overlap
@@ -54,17 +54,20 @@ def reduce_gradients(
     values = [] if problem else writable(given.tensors, given.values)
     # Scan, unless the reduction can check its results.
     defers = not problem and checks.can_defer_scan and reducer.can_check(values)
-    flags = 0 if problem else checks.requests(given.samples)
+    prepared = None if problem else reducer.prepare(values, defers)
+    flags = 0 if problem else checks.requests(given.samples) | PREPARED * (prepared is not None)
     if not problem:
         flags |= DEFERRED if defers else checks.scan(plan, values, given.plain)
     # Negotiate.
     missing = not given.plain and any(value is None for value in values)
     with span("negotiate", title):
-        notes = reducer.start_negotiation(
-            title, plan.lines, settings, given.samples, flags, missing, overlapped, problem
+        fields = reducer.start_negotiation(
+            title, plan.lines, settings, given.samples, flags, missing, overlapped, problem, prepared
         ).wait()
-    agreement = reducer.agreement(notes)
-    all_flags, checks_finite = agreement.flags, _all_defer(agreement)
+    agreement = reducer.agreement(fields)
+    all_flags, checks_finite = agreement.flags, _all_have(DEFERRED, agreement)
+    if not (agreement.same_order and _all_have(PREPARED, agreement)):
+        prepared = None
     if not checks_finite and any(flag & DEFERRED for flag in all_flags):
         flags |= checks.scan(plan, values, given.plain) if defers else 0
         all_flags, _ = reducer.exchange_flags(f"{title}: scan of the gradients", flags, missing, "")
@@ -74,15 +77,16 @@ def reduce_gradients(
     if not checks.passes(all_flags, plan, values, given.params):
         return None
     # Reduce.
-    nonfinite = reducer.allreduce_(plan, values, agreement.weight, checks_finite)
+    nonfinite = reducer.allreduce_(plan, values, agreement.weight, checks_finite, prepared)
     return values if checks.passes_reduced(all_flags, plan, values, nonfinite) else None
 
 
-def _all_defer(agreement: Agreement) -> bool:
-    """Whether the reduction checks the results instead of a scan. The same on all ranks."""
+def _all_have(flag: int, agreement: Agreement) -> bool:
+    """Whether all ranks have set DEFERRED, or PREPARED, and count equally, and none lacks a gradient. The same on all
+    ranks."""
     communicator = functions.current()
     plain = agreement.weight is None and not agreement.any_missing
-    return plain and communicator.active.size == communicator.size and all(flag & DEFERRED for flag in agreement.flags)
+    return plain and communicator.active.size == communicator.size and all(flags & flag for flags in agreement.flags)
 
 
 class SyncMode(Mode):

@@ -14,10 +14,11 @@ import sys
 from unittest import mock
 
 import cuda_stand_in as cuda
+import ml_dtypes
 import numpy as np
 from mpi4py import MPI
 
-from allred.comm import device_reduce
+from allred.comm import device_operation, device_reduce
 from allred.gpu import device_arrays, kernels, streams
 from allred.modes.detect import finite
 
@@ -94,12 +95,13 @@ def zeros(like, shape, dtype):
 def install(put):
     """Where the library asks for what only a GPU has, this answers. put: setattr, or a test's own."""
     scan = kernels.Kernels(Namespace)
-    for module in (device_arrays, device_reduce):
+    for module in (device_arrays, device_operation):
         put(module, "adopt", adopt)
     put(device_reduce, "layouts", layouts)
     put(device_arrays, "zeros", zeros)
     put(device_arrays, "current_stream", lambda value: cuda.current())
     put(device_arrays, "layouts", layouts)
+    put(device_arrays, "all_on_gpu", lambda values: layouts(values) is not None and len(values) > 0)
     put(device_arrays, "squares_on_gpu", lambda parts: sum(map(squares, parts)))
     put(finite, "exceeds_on_gpu", lambda parts, *a: bool(scan.exceeds([adopt(part).flat() for part in parts], *a)))
 
@@ -256,42 +258,75 @@ class Namespace:
                 return 0 if cuda.Event.at(event).done else 600  # cudaErrorNotReady
 
 
-FACTORED = ("float16", "bfloat16", "float32", "float64")
+# The kernels of fuse.cu that scale: the dtypes of tensors and buffer.
+PACKED = [
+    *(("float16", "float32"), ("bfloat16", "float32"), ("float32", "float32"), ("float64", "float64")),
+    *((held, half) for held in ("float32", "float64") for half in device_arrays.HALF_DTYPES),
+]
+UNPACKED = [*PACKED, ("float16", "float16"), ("bfloat16", "bfloat16")]
 
 
-def _parts(pieces, tiles, dtype, title, writes, buffer=None):
+def _parts(pieces, tiles, dtype, title, writes, buffer=None, numbered=False):
     """Each tensor, by its address alone, and its part of the buffer. What fuse.cu does, in numpy, where the tables say;
     tests/unit/test_fuse_cu.py holds fuse.cu against numpy."""
     for table in (pieces, tiles):
         cuda.use_array(table, False, title)
     if buffer is not None:
         cuda.use_array(buffer, not writes, title)
-    for address, start, count in _plain(pieces).tolist():
+    for number, (address, start, count) in enumerate(_plain(pieces).tolist()):
         if count:
             cuda.use(address, count * dtype.itemsize, writes, title)
             memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
-            yield np.frombuffer(memory, dtype), None if buffer is None else _plain(buffer)[start : start + count]
+            held = np.frombuffer(memory, dtype)
+            moved = None if buffer is None else _plain(buffer)[start : start + count]
+            yield (number, held, moved) if numbered else (held, moved)
 
 
 def _pack(name, pieces, tiles, buffer, factor=None):
     if name == "bytes":
-        return _pack_bytes(pieces, tiles, buffer)
-    assert name in FACTORED, f"fuse.cu has no pack_{name}"
-    for part, there in _parts(pieces, tiles, device_arrays.storage_dtype(name), "pack", False, buffer):
-        there[...] = widened(part, name) * buffer.dtype.type(factor) if factor else 0
+        for part, there in _parts(pieces, tiles, np.dtype(np.uint8), "pack", False, buffer.view(np.uint8)):
+            there[...] = part
+        return
+    held, moved = name.split("_")
+    assert (held, moved) in PACKED, f"fuse.cu has no pack_{name}"
+    assert buffer.dtype == device_arrays.storage_dtype(moved)
+    for part, there in _parts(pieces, tiles, device_arrays.storage_dtype(held), "pack", False, buffer):
+        wide = widened(part, held)
+        there[...] = narrowed(wide * wide.dtype.type(factor) if factor else np.zeros_like(wide), moved)
 
 
-def _pack_bytes(pieces, tiles, buffer):
-    for part, there in _parts(pieces, tiles, np.dtype(np.uint8), "pack", False, buffer.view(np.uint8)):
-        there[...] = part
-
-
-def _unpack(name, pieces, tiles, buffer, divisor=None):
-    assert name in (*FACTORED, "bytes"), f"fuse.cu has no unpack_{name}"
+def _unpack(name, pieces, tiles, buffer, divisor=None, flags=None):
     if name == "bytes":
-        name, buffer = "uint8", buffer.view(np.uint8)
-    for part, held in _parts(pieces, tiles, device_arrays.storage_dtype(name), "unpack", True, buffer):
-        part[...] = held if divisor is None else narrowed(held / held.dtype.type(divisor), name)
+        for part, there in _parts(pieces, tiles, np.dtype(np.uint8), "unpack", True, buffer.view(np.uint8)):
+            part[...] = there
+        return
+    held, moved = name.split("_")
+    assert (held, moved) in UNPACKED, f"fuse.cu has no unpack_{name}"
+    assert buffer.dtype == device_arrays.storage_dtype(moved)
+    checks = isinstance(flags, Pointed)
+    if checks:
+        cuda.use_array(flags, True, "unpack")
+    wide = np.float64 if held == "float64" else np.float32
+    for number, part, there in _parts(
+        pieces, tiles, device_arrays.storage_dtype(held), "unpack", True, buffer, numbered=True
+    ):
+        with np.errstate(all="ignore"):
+            result = narrowed(widened(there, moved).astype(wide) / wide(divisor), held)
+        finite = np.isfinite(widened(result, held))
+        if checks and not finite.all():
+            _plain(flags)[number] = 1
+        part[finite if checks else slice(None)] = result[finite if checks else slice(None)]
+
+
+def _combine(name, rows, stride, ranks, rank, own, out, count, multiplies, divisor):
+    for array, writes in ((rows, False), (own, False), (out, True)):
+        cuda.use_array(array, writes, "combine")
+    assert own.size == out.size == count <= stride == rows.size // ranks
+    values = [_plain(own if r == rank else rows[r * stride : r * stride + count]) for r in range(ranks)]
+    wide = [device_arrays.half_to_float32(each, name) for each in values]
+    with np.errstate(all="ignore"):
+        total = (np.multiply if multiplies else np.add).reduce(wide, axis=0) / np.float32(divisor)
+        _plain(out)[...] = device_arrays.round_to_half(np, total, name)
 
 
 def _exceeds(name, pieces, tiles, limit, flag):
@@ -303,7 +338,7 @@ def _exceeds(name, pieces, tiles, limit, flag):
             _plain(flag)[0] = 1
 
 
-FUSE = {"pack": _pack, "unpack": _unpack, "exceeds": _exceeds}
+FUSE = {"pack": _pack, "unpack": _unpack, "exceeds": _exceeds, "combine": _combine}
 
 
 def widened(part, name):
@@ -318,9 +353,13 @@ class Nccl:
     """The module cupy.cuda.nccl, and its communicator: MPI's collectives on the memory at the addresses."""
 
     NCCL_INT8, NCCL_UINT8, NCCL_INT32, NCCL_INT64, NCCL_FLOAT16, NCCL_FLOAT32, NCCL_FLOAT64 = (0, 1, 2, 4, 6, 7, 8)
-    NCCL_SUM, NCCL_PROD, NCCL_MAX, NCCL_MIN = range(4)
-    DTYPES = {0: "i1", 1: "u1", 2: "i4", 4: "i8", 6: "f2", 7: "f4", 8: "f8"}  # noqa: RUF012
-    OPS = (np.add, np.multiply, np.fmax, np.fmin)  # those that drop a NaN, as NCCL's do
+    NCCL_BFLOAT16 = 9
+    NCCL_SUM, NCCL_PROD, NCCL_MAX, NCCL_MIN, NCCL_AVG = range(5)
+    DTYPES = {  # noqa: RUF012
+        **{0: "i1", 1: "u1", 2: "i4", 4: "i8", 6: "f2", 7: "f4", 8: "f8"},
+        9: ml_dtypes.bfloat16,
+    }
+    OPS = (np.add, np.multiply, np.fmax, np.fmin, np.add)  # those that drop a NaN, as NCCL's do
 
     def __init__(self):
         self.aborted, self.error, self.calls = False, None, []
@@ -364,16 +403,36 @@ class Nccl:
 
     def allReduce(self, sendbuf, recvbuf, count, datatype, op, stream):  # noqa: N802
         self._note("allReduce", stream, (count, datatype, op), (sendbuf, count), (recvbuf, count))
+        self._at(recvbuf, count, datatype)[:] = self._reduced(sendbuf, count, datatype, op)
+
+    def reduceScatter(self, sendbuf, recvbuf, recvcount, datatype, op, stream):  # noqa: N802
+        size, rank = self.comm.Get_size(), self.comm.Get_rank()
+        arguments = recvcount, datatype, op
+        self._note("reduceScatter", stream, arguments, (sendbuf, recvcount * size), (recvbuf, recvcount))
+        whole = self._reduced(sendbuf, recvcount * size, datatype, op)
+        self._at(recvbuf, recvcount, datatype)[:] = whole[rank * recvcount :][:recvcount]
+
+    def reduce(self, sendbuf, recvbuf, count, datatype, op, root, stream):
+        target = (recvbuf, count) if self.comm.Get_rank() == root else None
+        self._note("reduce", stream, (count, datatype, op, root), (sendbuf, count), target)
+        whole = self._reduced(sendbuf, count, datatype, op)
+        if target is not None:
+            self._at(recvbuf, count, datatype)[:] = whole
+
+    def _reduced(self, sendbuf, count, datatype, op):
         mine = self._at(sendbuf, count, datatype).copy()
         rows = np.empty((self.comm.Get_size(), count), mine.dtype)
         self.comm.Allgather(mine.view(np.uint8), rows.view(np.uint8))
-        assert op in (self.NCCL_SUM, self.NCCL_PROD) or mine.dtype.kind in "iu", "NCCL's Min and Max drop a NaN"
+        assert op in (self.NCCL_SUM, self.NCCL_PROD, self.NCCL_AVG) or mine.dtype.kind in "iu", "it drops a NaN"
         with np.errstate(all="ignore"):
-            self._at(recvbuf, count, datatype)[:] = self.OPS[op].reduce(rows, axis=0, dtype=mine.dtype)
+            whole = self.OPS[op].reduce(rows, axis=0, dtype=mine.dtype)
+            return (whole / len(rows)).astype(mine.dtype) if op == self.NCCL_AVG else whole
 
     def broadcast(self, sendbuff, recvbuff, count, datatype, root, stream):
         source = (sendbuff, count) if self.comm.Get_rank() == root else None
         self._note("broadcast", stream, (count, datatype, root), source, (recvbuff, count))
+        if source is not None:
+            ctypes.memmove(recvbuff, sendbuff, count * np.dtype(self.DTYPES[datatype]).itemsize)
         self.comm.Bcast(self._at(recvbuff, count, datatype), root)
 
     def allGather(self, sendbuf, recvbuf, count, datatype, stream):  # noqa: N802

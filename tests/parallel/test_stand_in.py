@@ -11,7 +11,7 @@ from standin_gpu import host, on_gpu
 from test_nccl import connect
 
 import allred
-from allred.comm import device_reduce
+from allred.comm import device_operation
 from allred.gpu import streams
 
 pytestmark = pytest.mark.mpi
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.mpi
 
 @pytest.fixture
 def comm(monkeypatch):
-    monkeypatch.setattr(device_reduce, "adopt", standin_gpu.adopt)
+    monkeypatch.setattr(device_operation, "adopt", standin_gpu.adopt)
     communicator = connect("nccl")
     cuda_stand_in.problems.clear()
     monkeypatch.setattr(cuda_stand_in.gpu, "stuck", True)
@@ -43,7 +43,7 @@ def test_nothing_of_what_is_right(comm):
 
 
 def test_an_operation_that_does_not_wait_for_its_caller(comm, monkeypatch):
-    monkeypatch.setattr(streams.StreamLease, "enter", lambda lease: lease._device.stream)
+    monkeypatch.setattr(streams.StreamLease, "enter", lambda lease, stream=None: stream or lease._device.stream)
     reduced(comm)
     assert "allReduce does not wait for the caller's computation" in cuda_stand_in.problems[0]
 

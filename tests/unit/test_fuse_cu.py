@@ -57,8 +57,11 @@ class Cupy:
         def launch(grid, block, arguments):
             threads = block[0] if name.startswith("combine") else THREADS
             types = {
-                np.float64: ctypes.c_double, np.uint32: ctypes.c_uint32, np.int64: ctypes.c_int64, np.uintp: ctypes.c_void_p,
-            }  # fmt: skip
+                np.float64: ctypes.c_double,
+                np.uint32: ctypes.c_uint32,
+                np.int64: ctypes.c_int64,
+                np.uintp: ctypes.c_void_p,
+            }
             given = [
                 types[type(a)](a.item()) if type(a) in types else ctypes.c_void_p(a.ctypes.data) for a in arguments
             ]

@@ -16,7 +16,7 @@ def reduce_call(shape="(4,)", **changes):
 def test_64_bytes_that_can_be_read():
     packed = reduce_call(rows=5, note=2**64 - 1).pack(7)
     assert len(packed) == header.BYTES == 64
-    assert header.rows_and_note(packed) == (5, 2**64 - 1)
+    assert header.own_fields(packed) == (5, 2**64 - 1)
     assert struct.unpack("<QBBBBi", packed[:16]) == (7, header.KINDS.index("allreduce"), 2, 8, 0, -1)
 
 

@@ -9,6 +9,7 @@ A communicator has one host backend, which exchanges the headers of all operatio
 
 import pickle
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from allred.arrays import Array, as_bytes
 from allred.comm.ops import ReduceOp, narrow, widen
 from allred.comm.work import Steps
 from allred.errors import AllredError, InputError
+from allred.gpu.fusion_buffers import GpuFusionBuffers
 from allred.gpu.streams import Completion, Device, StreamLease
 from allred.timeline.recorder import Track
 
@@ -137,23 +139,24 @@ def pickled(value: Any) -> Array:
 
 
 class DeviceBackend(ABC):
-    """Moves arrays on GPUs between ranks. A primitive enqueues its work on `lease`, a communication stream. A primitive
-    never holds the lease while it waits for the host."""
+    """Moves arrays on GPUs between ranks. A primitive enqueues its work on the communication stream of `lease`. It never
+    holds the stream while it waits for the host."""
 
     name: str
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self.sent_bytes = 0  # contributed to allreduces so far, in their wire dtype
-        self._buffers: dict[Any, Any] = {}  # by dtype
+        self.fusion_buffers = GpuFusionBuffers(device)
 
     def ready(self) -> Steps[None]:
         """Connect to the other ranks, if necessary. Collective."""
         yield from ()
 
     @abstractmethod
-    def allreduce(self, lease: StreamLease, flat: Any, name: str, op: ReduceOp, wire: str) -> Steps[None]:
-        """Reduce in place. name: the dtype (arrays of bfloat16 are uint16); wire: the 16-bit dtype to send, or ""."""
+    def allreduce(self, lease: StreamLease, pairs: Sequence[tuple[Any, Any]], name: str, op: ReduceOp) -> Steps[None]:
+        """Reduce flat arrays. pairs: (source, target); both may be the same. name: their dtype (arrays of bfloat16 are
+        uint16)."""
 
     @abstractmethod
     def broadcast(self, lease: StreamLease, data: Any, root: int) -> Steps[None]:
@@ -173,19 +176,13 @@ class DeviceBackend(ABC):
     ) -> Steps[None]:
         """Reduce `flat`; rank r receives part r, counts[r] elements, in `out`. name: as in `allreduce`."""
 
-    def buffer(self, count: int, dtype: np.dtype[Any]) -> Any:
-        """Return the fusion buffer, `count` elements of `dtype`. Only one operation uses it at a time."""
-        if dtype not in self._buffers or self._buffers[dtype].size < count:
-            self._buffers[dtype] = self.device.xp.zeros(count, dtype)
-        return self._buffers[dtype][:count]
-
     def watch(self, end: Completion, title: str) -> Completion:
         """Watch an operation that is enqueued, so that it does not wait forever. Return the end to wait for."""
         return end
 
+    @abstractmethod
     def close(self, sound: bool) -> None:
         """Release all resources; collective. sound: every operation is complete or will be, so that it can wait."""
-        self._buffers.clear()
 
 
 class SingleBackend(Backend):

@@ -8,7 +8,8 @@ NCCL gets other dtypes and operators for some, so that results are those of the 
     bool                            as uint8: Min and Product are its minimum, Max its maximum
     int16                           as int32; truncation makes it wrap around
     floats, Min and Max             as integers of the same order, NaN the extreme: NCCL ignores NaN
-    16-bit floats, other ops        each rank sums a part in float32 and rounds it once (`halves_dtype`)
+    16-bit floats, other ops        each rank reduces a part in float32 and rounds it once, without NCCL's operators;
+                                    unchanged with ALLRED_NCCL_16BIT=native
     everything else                 unchanged
 
 Arrays of bfloat16 are uint16 here. In the functions that convert arrays, `xp` is cupy, or numpy in tests.
@@ -17,6 +18,7 @@ Arrays of bfloat16 are uint16 here. In the functions that convert arrays, `xp` i
 import contextlib
 import dataclasses
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -29,16 +31,28 @@ from allred.comm.backends.nccl_guard import HINT, Guard
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Steps, WorkQueue
 from allred.errors import AllredError
-from allred.gpu.device_arrays import HALF_DTYPES, half_to_float32, round_to_half, storage_dtype
+from allred.gpu.device_arrays import HALF_DTYPES, half_to_float32, round_to_half
 from allred.gpu.streams import Completion, Device, StreamLease
 
-_OPS = {ReduceOp.SUM: "NCCL_SUM", ReduceOp.PRODUCT: "NCCL_PROD", ReduceOp.MIN: "NCCL_MIN", ReduceOp.MAX: "NCCL_MAX"}
+_OPS = {
+    ReduceOp.SUM: "NCCL_SUM",
+    ReduceOp.PRODUCT: "NCCL_PROD",
+    ReduceOp.MIN: "NCCL_MIN",
+    ReduceOp.MAX: "NCCL_MAX",
+    ReduceOp.AVERAGE: "NCCL_AVG",
+}
+
+_SLICE_ELEMENTS = 2**24  # of 16-bit floats: 32 MiB
+_ALIGNED_HALVES = 8  # 16-bit floats of 16 bytes
 
 _WIDE = {"bool": "uint8", "int16": "int32"}
 _KEYS = {"float16": "int32", "bfloat16": "int32", "float32": "int32", "float64": "int64"}
 _FLOATS = {"int32": "float32", "int64": "float64"}
 # NCCL's names of dtypes, as in cupy.
-TYPES = {name: f"NCCL_{name.upper()}" for name in ("uint8", "int8", "int32", "int64", "float16", "float32", "float64")}
+TYPES = {
+    name: f"NCCL_{name.upper()}"
+    for name in ("uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+}
 
 
 class BlockingNcclCall:
@@ -68,12 +82,18 @@ class BlockingNcclCall:
 
 
 class NcclBackend(DeviceBackend):
-    """NCCL between the GPUs of all ranks of `host`, the host backend. ranks: their numbers, for messages."""
+    """NCCL between the GPUs of all ranks of `host`, the host backend.
+
+    ranks: their numbers, for messages. native_halves: whether NCCL reduces 16-bit floats (setting `nccl_16bit`).
+    """
 
     name = "nccl"
 
-    def __init__(self, host: Backend, ranks: Sequence[int], device: Device, queue: WorkQueue) -> None:
+    def __init__(
+        self, host: Backend, ranks: Sequence[int], device: Device, queue: WorkQueue, native_halves: bool
+    ) -> None:
         super().__init__(device)
+        self._native_halves = native_halves
         self._host, self._ranks = host, ranks
         self._guard = Guard(queue)
         self._nccl: Any = None
@@ -103,41 +123,69 @@ class NcclBackend(DeviceBackend):
         sound = self._guard.close() and sound
         if self._nccl is not None:
             if sound:
-                self.device.stream.synchronize()
+                self.device.synchronize()
                 self._nccl.destroy()
             else:
                 self._nccl.abort()
         self._nccl = None
-        super().close(sound)
 
-    def allreduce(self, lease: StreamLease, flat: Any, name: str, op: ReduceOp, wire: str) -> Steps[None]:
+    def allreduce(self, lease: StreamLease, pairs: Sequence[tuple[Any, Any]], name: str, op: ReduceOp) -> Steps[None]:
         yield from ()
-        xp, halves = self.device.xp, halves_dtype(name, op, wire)
+        xp = self.device.xp
         with lease.enter() as stream:
-            if halves:
-                self._allreduce_halves(stream, flat, name, op, halves)
+            if self._sums_halves(name, op):
+                for source, target in pairs:
+                    self._allreduce_halves(stream, source, target, name, op)
                 return
             how = wire_format(name, op)
-            moved = encode(xp, flat, name, how)
-            nccl_op = int(getattr(self.device.nccl, _OPS[how.op]))
-            self._call("allReduce", moved, moved, moved.size, self._type(how.name), nccl_op, stream.ptr)
-            decode(xp, moved, flat, name, how)
-            if op is ReduceOp.AVERAGE:
-                xp.divide(flat, self._host.size, out=flat)
+            encoded = [(encode(xp, source, name, how), source, target) for source, target in pairs]
+            results = [_result(name, moved, source, target) for moved, source, target in encoded]
+            dtype, nccl_op = self._type(how.name), self._op(how.op)
+            with self._group() if len(pairs) > 1 else contextlib.nullcontext():
+                for (moved, _, _), result in zip(encoded, results, strict=True):
+                    self._call("allReduce", moved, result, moved.size, dtype, nccl_op, stream.ptr)
+            for (_, _, target), result in zip(encoded, results, strict=True):
+                self._finish(result, target, name, op, how)
 
-    def _allreduce_halves(self, stream: Any, flat: Any, name: str, op: ReduceOp, halves: str) -> None:
-        xp, size = self.device.xp, self._host.size
-        share = -(-flat.size // size)
-        out = xp.zeros(size * share, storage_dtype(halves))
-        out[: flat.size] = flat if name == halves else round_to_half(xp, flat, halves)
-        rows = xp.empty_like(out)
-        part = share * 2
-        self._alltoall(stream, out.view(np.uint8), rows.view(np.uint8), [part] * size, [part] * size)
-        mine = combine(xp, rows.reshape(size, share), halves, op)
-        count, kind = share * 2, self._type("uint8")
-        self._call("allGather", mine, out, count, kind, stream.ptr)
-        back = out[: flat.size]
-        flat[...] = back if name == halves else half_to_float32(back, halves)
+    def _finish(self, result: Any, target: Any, name: str, op: ReduceOp, how: "NcclDtype") -> None:
+        """Convert a result of NCCL, and divide an average."""
+        decode(self.device.xp, result, target, name, how)
+        if op is ReduceOp.AVERAGE and how.op is not ReduceOp.AVERAGE:
+            self.device.xp.divide(target, self._host.size, out=target)
+
+    def _sums_halves(self, name: str, op: ReduceOp) -> bool:
+        """Whether the ranks sum 16-bit floats in float32, instead of NCCL."""
+        return name in HALF_DTYPES and op not in (ReduceOp.MIN, ReduceOp.MAX) and not self._native_halves
+
+    def _allreduce_halves(self, stream: Any, source: Any, target: Any, name: str, op: ReduceOp) -> None:
+        """Reduce 16-bit floats: each rank receives one part of the elements of all ranks, reduces it, and sends the
+        result to all. In slices, because the parts that arrive need memory."""
+        rank, size = self._host.rank, self._host.size
+        for start in range(0, source.size, _SLICE_ELEMENTS):
+            stop = min(source.size, start + _SLICE_ELEMENTS)
+            share = -(-(stop - start) // (size * _ALIGNED_HALVES)) * _ALIGNED_HALVES
+            ends = [min(start + share * each, stop) for each in range(size + 1)]
+            parts = [source[low:high] for low, high in itertools.pairwise(ends)]
+            results = [target[low:high] for low, high in itertools.pairwise(ends)]
+            self._combine(stream, parts, results[rank], share, name, op)
+            self._allgather(stream, results[rank], target[start:stop], results)
+
+    def _combine(self, stream: Any, parts: list[Any], result: Any, stride: int, name: str, op: ReduceOp) -> None:
+        """Send part r of 16-bit floats to rank r, and reduce the parts that this rank receives. stride: at least the
+        elements of the largest part, a multiple of 8."""
+        rank, size, uint8 = self._host.rank, self._host.size, self._type("uint8")
+        rows = self.device.xp.empty(size * stride, parts[rank].dtype)
+        with self._group():
+            for peer in range(size):
+                if peer != rank and parts[peer].size:
+                    self._call("send", parts[peer], parts[peer].nbytes, uint8, peer, stream.ptr)
+                if peer != rank and result.size:
+                    row = rows[peer * stride : peer * stride + result.size]
+                    self._call("recv", row, row.nbytes, uint8, peer, stream.ptr)
+        if result.size:
+            divisor = float(size) if op is ReduceOp.AVERAGE else 1.0
+            multiplies = op is ReduceOp.PRODUCT
+            self.device.kernels.combine(name, rows, size, rank, parts[rank], result, multiplies, divisor)
 
     def broadcast(self, lease: StreamLease, data: Any, root: int) -> Steps[None]:
         yield from ()
@@ -146,15 +194,21 @@ class NcclBackend(DeviceBackend):
 
     def allgather(self, lease: StreamLease, send: Any, recv: Any, counts: list[int]) -> Steps[None]:
         yield from ()
-        starts = np.cumsum([0, *counts]).tolist()
+        parts = [recv[low:high] for low, high in itertools.pairwise(itertools.accumulate(counts, initial=0))]
         with lease.enter() as stream:
-            mine = recv[starts[self._host.rank] : starts[self._host.rank + 1]]
-            mine[...] = send
-            with self._group():
-                for root, (start, count) in enumerate(zip(starts, counts, strict=False)):
-                    part = recv[start : start + count]
-                    if count:
-                        self._call("broadcast", part, part, count, self._type("uint8"), root, stream.ptr)
+            self._allgather(stream, send, recv, parts)
+
+    def _allgather(self, stream: Any, send: Any, recv: Any, parts: list[Any]) -> None:
+        """parts: of `recv`, for each rank; `send` may be that of this rank."""
+        uint8, each = self._type("uint8"), send.nbytes
+        if all(part.nbytes == each for part in parts):
+            self._call("allGather", send, recv, each, uint8, stream.ptr)
+            return
+        with self._group():
+            for root, part in enumerate(parts):
+                if part.size:
+                    source = send if root == self._host.rank else part
+                    self._call("broadcast", source, part, part.nbytes, uint8, root, stream.ptr)
 
     def alltoall(self, lease: StreamLease, send: Any, recv: Any, counts: arrays.Array) -> Steps[None]:
         yield from ()
@@ -176,13 +230,27 @@ class NcclBackend(DeviceBackend):
     def reducescatter(
         self, lease: StreamLease, flat: Any, out: Any, name: str, counts: list[int], op: ReduceOp
     ) -> Steps[None]:
-        """As an allreduce of a copy: simple, and the same bits."""
-        with lease.enter():
-            whole = flat.copy()
-        yield from self.allreduce(lease, whole, name, op, "")
-        start = sum(counts[: self._host.rank])
-        with lease.enter():
-            out[...] = whole[start : start + out.size]
+        yield from ()
+        xp, rank = self.device.xp, self._host.rank
+        bounds = list(itertools.pairwise(itertools.accumulate(counts, initial=0)))
+        with lease.enter() as stream:
+            if self._sums_halves(name, op):
+                stride = -(-max(counts) // _ALIGNED_HALVES) * _ALIGNED_HALVES
+                self._combine(stream, [flat[low:high] for low, high in bounds], out, stride, name, op)
+                return
+            how = wire_format(name, op)
+            moved = encode(xp, flat, name, how)
+            result = _result(name, xp.empty(out.size, moved.dtype) if moved is not flat else flat, flat, out)
+            dtype, nccl_op = self._type(how.name), self._op(how.op)
+            if len(set(counts)) == 1:
+                self._call("reduceScatter", moved, result, counts[0], dtype, nccl_op, stream.ptr)
+            else:
+                with self._group():
+                    for root, (low, high) in enumerate(bounds):
+                        if high > low:
+                            target = result if root == rank else moved[low:high]  # the others receive nothing
+                            self._call("reduce", moved[low:high], target, high - low, dtype, nccl_op, root, stream.ptr)
+            self._finish(result, out, name, op, how)
 
     def _call(self, function: str, *arguments: Any) -> None:
         """Call a function of NCCL; arrays are passed as their addresses. No count may be 0."""
@@ -211,6 +279,9 @@ class NcclBackend(DeviceBackend):
     def _type(self, name: str) -> int:
         return int(getattr(self.device.nccl, TYPES[name]))
 
+    def _op(self, op: ReduceOp) -> int:
+        return int(getattr(self.device.nccl, _OPS[op]))
+
 
 @dataclasses.dataclass(frozen=True)
 class NcclDtype:
@@ -223,7 +294,7 @@ class NcclDtype:
 
 @functools.cache
 def wire_format(name: str, op: ReduceOp) -> NcclDtype:
-    """Return the conversion for an allreduce of dtype `name`, unless `halves_dtype` applies.
+    """Return the conversion for a reduction of dtype `name` by NCCL.
 
     >>> wire_format("int16", ReduceOp.SUM).name, wire_format("bool", ReduceOp.PRODUCT).op
     ('int32', allred.Min)
@@ -234,14 +305,9 @@ def wire_format(name: str, op: ReduceOp) -> NcclDtype:
         return NcclDtype("uint8", ReduceOp.MAX if op is ReduceOp.MAX else ReduceOp.MIN)
     if name in _KEYS and op in (ReduceOp.MIN, ReduceOp.MAX):
         return NcclDtype(_KEYS[name], op, keyed=True)
-    return NcclDtype(_WIDE.get(name, name), ReduceOp.SUM if op is ReduceOp.AVERAGE else op)
-
-
-def halves_dtype(name: str, op: ReduceOp, wire: str) -> str:
-    """Return the 16-bit dtype in which each rank receives a part to sum; "" if NCCL sums."""
-    if op in (ReduceOp.MIN, ReduceOp.MAX):
-        return ""
-    return wire or (name if name in HALF_DTYPES else "")
+    if op is ReduceOp.AVERAGE and name not in HALF_DTYPES:  # whose sum may overflow; NCCL divides before it adds
+        op = ReduceOp.SUM
+    return NcclDtype(_WIDE.get(name, name), op)
 
 
 def encode(xp: Any, flat: Any, name: str, how: NcclDtype) -> Any:
@@ -254,7 +320,7 @@ def encode(xp: Any, flat: Any, name: str, how: NcclDtype) -> Any:
 
 
 def decode(xp: Any, moved: Any, flat: Any, name: str, how: NcclDtype) -> None:
-    """Convert the result of NCCL back into `flat`."""
+    """Convert the result of NCCL into `flat`, which may be `moved`."""
     if how.keyed:
         limits = np.iinfo(how.name)  # the inverse of `_to_keys`; the extreme integers are the bits of a NaN
         value = xp.where(moved < 0, moved ^ limits.max, moved).view(_FLOATS[how.name])
@@ -263,16 +329,16 @@ def decode(xp: Any, moved: Any, flat: Any, name: str, how: NcclDtype) -> None:
         flat[...] = moved.astype(name)
 
 
+def _result(name: str, moved: Any, source: Any, target: Any) -> Any:
+    """Return the array that NCCL writes: `target` if there was no conversion, else `moved`."""
+    if name == "bool":
+        return target.view(np.uint8)
+    return target if moved is source else moved
+
+
 def _to_keys(xp: Any, value: Any, how: NcclDtype) -> Any:
     """Map floats to integers of the same order: the bits of negative numbers are inverted, except the sign."""
     bits, limits = value.view(how.name), np.iinfo(how.name)
     keys = xp.where(bits < 0, bits ^ limits.max, bits)
     outermost = limits.max if how.op is ReduceOp.MAX else limits.min
     return xp.where(xp.isnan(value), xp.asarray(outermost, how.name), keys)
-
-
-def combine(xp: Any, rows: Any, name: str, op: ReduceOp) -> Any:
-    """Reduce 16-bit rows, one per rank, in float32; divide an average; round once."""
-    wide = half_to_float32(rows.reshape(-1), name).reshape(rows.shape)
-    total = wide.prod(axis=0) if op is ReduceOp.PRODUCT else wide.sum(axis=0)
-    return round_to_half(xp, total / np.float32(len(rows)) if op is ReduceOp.AVERAGE else total, name)

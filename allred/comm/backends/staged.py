@@ -4,6 +4,7 @@ Used where NCCL cannot connect nodes (ALLRED_NCCL_CROSS=mpi). Sums are formed in
 between nodes. Every array crosses the PCIe link of its GPU twice, and the host waits for the first copy.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,15 +28,14 @@ class StagedBackend(DeviceBackend):
 
     def close(self, sound: bool) -> None:
         if sound:
-            self.device.stream.synchronize()
+            self.device.synchronize()
         self._stages.clear()
-        super().close(sound)
 
-    def allreduce(self, lease: StreamLease, flat: Any, name: str, op: ReduceOp, wire: str) -> Steps[None]:
-        stage = yield from self._down(lease, flat)
-        code = arrays.DTYPES.index(wire) if wire else 0
-        yield from self._host.allreduce(_typed(stage, flat, name), op, code)
-        self._up(lease, stage, flat)
+    def allreduce(self, lease: StreamLease, pairs: Sequence[tuple[Any, Any]], name: str, op: ReduceOp) -> Steps[None]:
+        for source, target in pairs:
+            stage = yield from self._down(lease, source)
+            yield from self._host.allreduce(_typed(stage, source, name), op)
+            self._up(lease, stage, target)
 
     def broadcast(self, lease: StreamLease, data: Any, root: int) -> Steps[None]:
         stage = yield from self._down(lease, data)

@@ -27,6 +27,7 @@ from allred.modes.options import StepOptions
 _CHECK = 4  # a comparison of parameters and gradients
 _BATCHES = 8  # a comparison of the arguments of its batches, which have not been compared yet
 DEFERRED = 16  # a check of the results by the reduction, instead of a scan: this rank has not scanned its gradients
+PREPARED = 32  # a reduction without another header exchange: its gradients are on a GPU, and can be reduced as they are
 _FIRST = 3  # steps that are always checked
 _BITS = 32  # of the hash of gradients
 
@@ -146,7 +147,7 @@ class MistakeChecks:
         except Exception as error:  # such as of the user's state_dict: the other ranks wait in the exchange
             problem = f"comparing the ranks' parameters: {type(error).__name__}: {error}"
         title = f"{self._title}: check of the ranks' parameters"
-        notes = functions.current().check("step", title, note=note, problem=problem).wait()
+        notes = [each.note for each in functions.current().check("step", title, note=note, problem=problem).wait()]
         if len({note >> _BITS for note in notes}) > 1:
             self._raise_drift(parts)
         self._duplicates.compare([note % 2**_BITS for note in notes])

@@ -1,0 +1,118 @@
+"""The common part of all operations on arrays on GPUs: start, agreement of the ranks, launch order and end.
+
+The host backend exchanges the headers of all operations, so they have one order, and a rank that passes a host array
+where another passes a device array gets the usual error. After that, the operation waits for its turn to be launched
+(gpu/launch_order.py), and is enqueued on the streams of the communicator. `wait` orders the caller's stream after it
+and does not block the host.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from allred import arrays
+from allred.comm.backends.backend import DeviceBackend
+from allred.comm.group import Group
+from allred.comm.header import OpDescriptor, quoted
+from allred.comm.work import Polled, Steps, Work
+from allred.errors import InputError
+from allred.gpu.device_arrays import Adopted, adopt, is_device, memory_order
+from allred.gpu.streams import StreamLease
+
+T = TypeVar("T")
+
+_ON_GPU = 128  # added to the code of the dtype in the hash of the header
+
+
+class DeviceOperations:
+    """Operations on device arrays, for a communicator with a device backend."""
+
+    def __init__(self, communicator: Group) -> None:
+        assert communicator.devices is not None
+        self.communicator = communicator
+        self.devices = communicator.devices
+
+    def _begin(self, kind: str, name: str, make: Callable[[], Steps[T]], agreed: bool = False) -> Work[T]:
+        """Start an operation, after the work already enqueued on the caller's streams. If `make` finds arguments that
+        cannot be used, the header says so to the other ranks. agreed: it exchanges no headers, because the operation
+        before it did that for both."""
+        steps: Steps[T]
+        try:
+            steps = make()
+        except Exception as error:
+            steps = _refused(error)
+        queue = self.communicator.queue
+        turn = self.devices.device.launches.take(lambda: queue.poisoned)
+        try:
+            if agreed:
+                return queue.start(f"{kind}{quoted(name)}", steps, turn)
+            return self.communicator.start(kind, name, steps, turn)
+        except BaseException:
+            turn.end()
+            raise
+
+    def _agree(self, descriptor: OpDescriptor) -> Steps[tuple[Group, DeviceBackend, list[bytes]]]:
+        """Exchange headers, and wait until the operation may be launched. Return the group that runs it, the device
+        backend of the group, and the headers."""
+        group, headers = yield from self.communicator.agree(descriptor)
+        return group, (yield from self._wait_for_turn(group)), headers
+
+    def _wait_for_turn(self, group: Group) -> Steps[DeviceBackend]:
+        """Wait until the current operation may be launched by `group`. Return its device backend."""
+        work = self.communicator.queue.advancing
+        assert work is not None
+        assert work.turn is not None
+        assert group.devices is not None
+        if not work.turn.has_come():
+            yield Polled(work.turn.has_come, waits_for_peers=True)
+        yield from group.devices.ready()
+        return group.devices
+
+    def _end(self, devices: DeviceBackend, lease: StreamLease, *kept: Any, stream: Any = None) -> None:
+        """The current operation is enqueued: `wait` orders the caller's streams after it. kept: memory that it uses.
+        stream: the one on which it ends, by default the communication stream."""
+        work = self.communicator.queue.advancing
+        assert work is not None
+        work.end = devices.watch(lease.end(kept, stream), work.title)
+
+
+def adopt_on(value: Any, index: int) -> Adopted:
+    """Return `value` as an array on this rank's GPU, whose index is `index`. Raises InputError if it is elsewhere."""
+    if not is_device(value):
+        kind = f"{type(value).__module__}.{type(value).__name__}"
+        raise InputError(f"the group has arrays on the GPU and on the host ({kind}); reduce them in two calls")
+    found = adopt(value)
+    if (there := found.array.data.device_id) != index:
+        raise InputError(
+            f"the array is on GPU {there}, but allred.init() has bound this rank to GPU {index} (numbers "
+            "of the GPUs that this process sees); create the array there, or move it"
+        )
+    return found
+
+
+def check_writable(given: list[Adopted]) -> None:
+    """Raise InputError if an array cannot be reduced in place: it is read-only, or shares memory with another."""
+    if not all(one.writable for one in given):
+        raise InputError(
+            "the array is read-only (all arrays of some frameworks are); use the form without the underscore"
+        )
+    some = [one.array for one in given if one.array.size]
+    whole = [array for array in some if memory_order(array) is not None]
+    if len({array.data.ptr for array in some}) < len(some) or (
+        len(whole) > 1 and arrays.ranges_overlap([array.data.ptr for array in whole], [array.nbytes for array in whole])
+    ):
+        raise InputError("the same memory is in the group twice, and would be reduced twice")
+
+
+def on_gpu(descriptor: OpDescriptor) -> OpDescriptor:
+    """Mark the operation as one on device arrays: the header of a rank with a host array differs."""
+    marked = None
+    if descriptor.arrays is not None:
+        marked = tuple((code | _ON_GPU, shape) for code, shape in descriptor.arrays)
+    return dataclasses.replace(descriptor, title=f"{descriptor.title} on the GPU", arrays=marked)
+
+
+def _refused(error: Exception) -> Steps[Any]:
+    """Raise `error` as the first step of an operation, so that the other ranks receive it in the header."""
+    yield from ()
+    raise error

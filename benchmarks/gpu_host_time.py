@@ -1,0 +1,150 @@
+"""Host time of reductions of ResNet-50's 161 gradients on a GPU, without one: `make bench-gpu-host`.
+
+The arrays are real cupy arrays, in host memory, which nothing reads. All calls of CUDA and NCCL do nothing. So the time
+is that of Python and of the header exchange between the ranks, beside the calls themselves; their numbers are printed
+too. Median of each rank, the slowest rank; the ranks start each sample together.
+"""
+
+import collections
+import contextlib
+import sys
+import time
+from typing import Any
+
+import cupy
+import numpy as np
+
+import allred
+from allred import startup
+from allred.bench import measure, verify
+from allred.comm import functions
+from allred.comm.create import add_device
+from allred.gpu import device_arrays, streams
+
+SAMPLES = 300
+calls: collections.Counter[str] = collections.Counter()
+
+
+class Nothing:
+    """A stream, an event, a communicator or a module of CUDA whose functions do nothing and are counted."""
+
+    done = True
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.ptr = id(self)
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*_: Any, **__: Any) -> Any:
+            calls[name] += 1
+
+        return call
+
+    def __enter__(self) -> "Nothing":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+    def get_function(self, name: str) -> Any:
+        return lambda *_: calls.update(["launch"])
+
+
+def on_gpu(value: Any) -> Any:
+    """A cupy array that claims to be on GPU 0, in the memory of a numpy array."""
+    return device_arrays._view(value.ctypes.data, value.shape, value.dtype, value.strides, value, 0)
+
+
+class Runtime:
+    """cupy.cuda.runtime."""
+
+    @staticmethod
+    def eventQuery(_: int) -> int:  # noqa: N802
+        calls["eventQuery"] += 1
+        return 0
+
+
+class Cuda:
+    """cupy.cuda."""
+
+    Stream = Event = Device = Nothing
+    runtime = Runtime
+    default = Nothing()
+
+    @staticmethod
+    def get_current_stream() -> Nothing:
+        return Cuda.default
+
+
+class Cupy:
+    """cupy."""
+
+    cuda, RawModule, ndarray = Cuda, Nothing, cupy.ndarray
+
+    @staticmethod
+    def zeros(shape: Any, dtype: Any) -> Any:
+        return on_gpu(np.zeros(shape, dtype))
+
+    empty, asarray = zeros, staticmethod(on_gpu)
+
+
+class NullDevice(streams.Device):
+    """The GPU of this rank, whose calls do nothing."""
+
+    def __init__(self) -> None:
+        self.xp, self.index, self.launches = Cupy, 0, streams.LaunchOrder()
+        self.nccl = type("Nccl", (Nothing,), {f"NCCL_{n}": 0 for n in ("UINT8", "FLOAT32", "SUM", "FLOAT16")})()
+        self._add_streams()
+
+    def communicator(self, *_: Any) -> Any:
+        return Nothing()
+
+    def pinned(self, count: int) -> Any:
+        return np.zeros(count, np.uint8)
+
+    def to_host(self, source: Any, target: Any) -> None:
+        calls["copy"] += 1
+
+
+class NoUpdate:
+    """An optimizer that changes nothing."""
+
+    def step(self, params: Any, grads: Any) -> None:
+        pass
+
+
+def main() -> None:
+    startup.add_devices = lambda communicator, *_: add_device(communicator, NullDevice(), staged=False)
+    allred.init(banner=False, check_steps=0)
+    with contextlib.suppress(AttributeError):  # cupy asks the runtime
+        cupy.cuda.get_current_stream = Cuda.get_current_stream
+    device_arrays.external_stream = lambda _: Cuda.default
+    comm = startup.world.mpi_communicator() if hasattr(startup.world, "mpi_communicator") else None
+    from mpi4py import MPI
+
+    comm = comm or MPI.COMM_WORLD
+    grads = [on_gpu(np.ones(shape, np.float32)) for shape in verify.SETS["resnet50"]()]
+    params = {str(number): grad for number, grad in enumerate(grads)}
+    named = dict(params)
+    opt = allred.distributed(NoUpdate())
+    group = functions.current()
+    cases = {
+        "grouped_allreduce_(Sum)": lambda: group.grouped_allreduce(grads, allred.Sum, in_place=True).wait(),
+        "grouped_allreduce_(Average)": lambda: group.grouped_allreduce(grads, allred.Average, in_place=True).wait(),
+        "step() of an optimizer that does nothing": lambda: opt.step(params, named),
+    }
+    for title, call in cases.items():
+        times = []
+        for _ in range(SAMPLES):
+            calls.clear()
+            comm.Barrier()
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+        slowest = measure.slowest(times, comm)
+        if comm.Get_rank() == 0:
+            print(f"{title}: {1e6 * float(np.median(slowest)):.0f} us, p10 {1e6 * float(np.quantile(slowest, 0.1)):.0f}")
+            print(f"   calls: {dict(calls)}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
