@@ -182,46 +182,47 @@ def reduce_buckets(
     """Reduce a group between `size` ranks. flats: for the tensors in `plan.unpacked`, flat arrays: source and target.
     Return the stream on which the work ends."""
     device, op = devices.device, request.op
+    packing, communication, unpacking = device.packing, device.stream, device.unpacking
     for name, positions in plan.direct.items():
         pairs = [flats[position] for position in positions]
         devices.sent_bytes += sum(source.nbytes for source, _ in pairs)
         yield from devices.allreduce(lease, pairs, name, op)
     if not plan.buckets:
-        return device.stream
+        return communication
+    lease.enter(packing)  # the other streams follow it
     if flags is not None:
-        with lease.enter(device.unpacking):
+        with unpacking:
             flags.begin()
     for number, (bucket, table) in enumerate(zip(plan.buckets, tables, strict=True)):
-        slot, moved, count = devices.fusion_buffers.next(), storage_dtype(bucket.moved), table.target.buffer_elements
+        slot, count = devices.fusion_buffers.next(), table.target.buffer_elements
         if bucket.moved in HALF_DTYPES:  # parts of the same size for all ranks
             count = -(-count // (size * _ALIGNED_HALVES)) * size * _ALIGNED_HALVES
-        with lease.enter(device.packing):
-            slot.begin(count * moved.itemsize)
-            buffer = slot.view(count, moved)
-            if table.source is None:
+        with packing:
+            slot.begin(count, storage_dtype(bucket.moved))
+            source = buffer = slot.elements
+            if table.source is not None:
+                _pack(device, table.source, bucket, buffer, request)
+            else:
                 position, start, stop = bucket.parts[0]
                 source, buffer = flats[position][0][start:stop], buffer[: stop - start]
-            else:
-                source = buffer
-                _pack(device, table.source, bucket, buffer, request)
-            slot.packed.record(device.packing)
-        device.stream.wait_event(slot.packed)
-        divisor = float(size) if divides(bucket.moved, op) else None
-        inner = op if divisor is None else ReduceOp.SUM
+            slot.packed.record(packing)
+        communication.wait_event(slot.packed)
+        divided = divides(bucket.moved, op)
         devices.sent_bytes += source.nbytes
-        yield from devices.allreduce(lease, [(source, buffer)], bucket.moved, inner)
-        slot.reduced.record(device.stream)
-        with lease.enter(device.unpacking):
-            device.unpacking.wait_event(slot.reduced)
+        yield from devices.allreduce(lease, [(source, buffer)], bucket.moved, ReduceOp.SUM if divided else op)
+        slot.reduced.record(communication)
+        with unpacking:
+            unpacking.wait_event(slot.reduced)
             checked = flags.of_buckets[number] if flags is not None and bucket.is_float else None
+            divisor = float(size) if divided else None
             device.unpack_kernels.unpack(buffer, table.target, bucket.held, bucket.moved, divisor, checked)
-            slot.free.record(device.unpacking)
-    with lease.enter(device.unpacking):
-        if plan.direct:
-            device.unpacking.wait_event(device.record(device.stream))
-        if flags is not None:
+            slot.free.record(unpacking)
+    if plan.direct:
+        unpacking.wait_event(device.record(communication))
+    if flags is not None:
+        with unpacking:
             flags.end()
-    return device.unpacking
+    return unpacking
 
 
 def _pack(device: Device, table: LaunchTable, bucket: DeviceBucket, buffer: Any, request: ReduceRequest) -> None:

@@ -194,18 +194,18 @@ def memory_order(array: Any) -> tuple[int, ...] | None:
     return tuple(axes)
 
 
-_CUPY_LAYOUT = operator.attrgetter("data.ptr", "data.device_id", "shape", "strides", "dtype")
+_CUPY_LAYOUT = operator.attrgetter("data.ptr", "shape", "strides", "dtype")
 
 
 def layouts(values: Sequence[Any]) -> list[Any] | None:
-    """Memory layout of each array, as tuples to compare: address, device, shape, strides, dtype. A kernel treats arrays
-    with equal layouts alike. None if there are no arrays, or if only `adopt` could tell."""
+    """Memory layout of each array, as tuples to compare: address, shape, strides, dtype. A kernel treats arrays with
+    equal layouts alike. An address tells the GPU. None if there are no arrays, or if only `adopt` could tell."""
     kinds = set(map(type, values))
     cupy, torch = sys.modules.get("cupy"), sys.modules.get("torch")
     if cupy is not None and kinds == {cupy.ndarray}:
         return list(map(_CUPY_LAYOUT, values))
     if torch is not None and kinds and kinds <= {torch.Tensor, torch.nn.Parameter}:
-        return [(t.data_ptr(), t.device, t.shape, t.stride(), t.dtype) for t in values]
+        return [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in values]
     return None
 
 

@@ -18,22 +18,27 @@ from allred.gpu.streams import Device
 
 
 class GpuFusionBuffer:
-    """A buffer, and the events that end its steps: `packed`, `reduced`, and `free` (unpacked)."""
+    """A buffer, and the events that end its steps: `packed`, `reduced`, and `free` (unpacked). elements: of the current
+    bucket."""
 
     def __init__(self, device: Device) -> None:
         self.packed, self.reduced, self.free = (device.event() for _ in range(3))
+        self.elements: Any = None
         self._device = device
         self._memory: Any = None  # uint8
+        self._views: dict[Any, Any] = {}  # of the memory, by count and dtype; cupy needs 8 us to make one
 
-    def begin(self, nbytes: int) -> None:
-        """Make the packing stream, which is current, wait until the buffer is free; enlarge the buffer if necessary."""
+    def begin(self, count: int, dtype: np.dtype[Any]) -> None:
+        """Begin a bucket. The packing stream, which is current, waits until the buffer is free."""
         self._device.packing.wait_event(self.free)
-        if self._memory is None or self._memory.size < nbytes:
-            self._memory = None  # the pool may need this memory
-            self._memory = self._device.xp.empty(nbytes, np.uint8)
-
-    def view(self, count: int, dtype: np.dtype[Any]) -> Any:
-        return self._memory[: count * dtype.itemsize].view(dtype)
+        self.elements = self._views.get((count, dtype))
+        if self.elements is None:
+            nbytes = count * dtype.itemsize
+            if self._memory is None or self._memory.size < nbytes:
+                self._views.clear()
+                self._memory = None  # the pool may need this memory
+                self._memory = self._device.xp.empty(nbytes, np.uint8)
+            self.elements = self._views[count, dtype] = self._memory[:nbytes].view(dtype)
 
 
 class GpuFusionBuffers:

@@ -242,6 +242,7 @@ class Device:
         self.xp = cupy
         self.nccl = nccl
         self.index = binding.index
+        self._gpu = cupy.cuda.Device(binding.index)
         self.use()
         os.environ.update(nccl_variables(binding, rank, nccl.get_version(), socket.gethostname()))
         self.launches = LaunchOrder()
@@ -287,7 +288,7 @@ class Device:
 
     def use(self) -> None:
         """Make this GPU current in the calling thread. By default CUDA would use GPU 0 and allocate memory on it."""
-        self.xp.cuda.Device(self.index).use()
+        self._gpu.use()
 
     def current(self, handle: StreamHandle | None = None) -> Any:
         """cupy's current stream, or another framework's."""

@@ -50,11 +50,12 @@ def reduce_gradients(
     """
     arena.attach()
     plan = reducer.plan(given.tensors)
-    problem = given.problem or reducer.refusal(plan)
-    values = [] if problem else writable(given.tensors, given.values)
+    problem, values = given.problem or reducer.refusal(plan), list(given.values)
     # Scan, unless the reduction can check its results.
+    prepared = None if problem else reducer.prepare(values, checks.can_defer_scan)
+    if prepared is None:
+        values = [] if problem else writable(given.tensors, values)
     defers = not problem and checks.can_defer_scan and reducer.can_check(values)
-    prepared = None if problem else reducer.prepare(values, defers)
     flags = 0 if problem else checks.requests(given.samples) | PREPARED * (prepared is not None)
     if not problem:
         flags |= DEFERRED if defers else checks.scan(plan, values, given.plain)

@@ -6,9 +6,9 @@ import cuda_stand_in
 import numpy as np
 import pytest
 import standin_gpu
+from gpu_fixtures import connect
 from mpi4py import MPI
 from standin_gpu import host, on_gpu
-from test_nccl import connect
 
 import allred
 from allred.comm import device_operation

@@ -139,8 +139,10 @@ def pickled(value: Any) -> Array:
 
 
 class DeviceBackend(ABC):
-    """Moves arrays on GPUs between ranks. A primitive enqueues its work on the communication stream of `lease`. It never
-    holds the stream while it waits for the host."""
+    """Moves arrays on GPUs between ranks. A primitive enqueues its work on the communication stream of `lease`.
+
+    It never holds the stream while it waits for the host.
+    """
 
     name: str
 

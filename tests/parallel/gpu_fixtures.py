@@ -1,0 +1,71 @@
+"""Fixtures of the tests with the stand-in for a GPU (standin_gpu.py): communicators, and the world on them."""
+
+import dataclasses
+
+import cuda_stand_in
+import pytest
+import standin_gpu
+from mpi4py import MPI
+
+from allred import world
+from allred.comm import device_operation, device_reduce
+from allred.comm.create import add_device, create, select_backend
+
+
+def connect(transport, native_halves=False):
+    size = MPI.COMM_WORLD.Get_size()
+    name, _ = select_backend("auto", [0] * size, True, [True] * size)
+    communicator = create(name, MPI.COMM_WORLD.Dup(), 30.0, [0] * size)
+    device = standin_gpu.Device()
+    add_device(communicator, device, staged=transport == "staged", native_halves=native_halves)
+    return communicator
+
+
+@pytest.fixture(scope="module", params=["nccl", "staged"])
+def connected(request):
+    """One for all tests."""
+    communicator = connect(request.param)
+    yield communicator
+    communicator.barrier().wait()
+    communicator.close()
+
+
+@pytest.fixture
+def comm(connected, monkeypatch):
+    monkeypatch.setattr(device_operation, "adopt", standin_gpu.adopt)
+    monkeypatch.setattr(device_reduce, "layouts", standin_gpu.layouts)
+    cuda_stand_in.gpu.ordered = cuda_stand_in.gpu.synchronized = 0
+    cuda_stand_in.problems.clear()
+    cuda_stand_in.gpu.stuck = connected.devices.name == "nccl"  # work ends as late as it can
+    yield connected
+    cuda_stand_in.gpu.stuck = False
+    connected.barrier().wait()
+    assert (cuda_stand_in.problems, standin_gpu.launch_problem(MPI.COMM_WORLD)) == ([], "")
+
+
+@pytest.fixture
+def world_on_gpus(comm, monkeypatch):
+    """The running world, with this communicator."""
+    standin_gpu.install(monkeypatch.setattr)
+    monkeypatch.setattr(world.current(), "communicator", comm)
+    return comm
+
+
+@pytest.fixture
+def everyone(rank, monkeypatch):
+    """All ranks of the running world, each with a GPU of its own; its process sets are on these."""
+    here, communicator = world.current(), connect("nccl")
+    standin_gpu.install(monkeypatch.setattr)
+    monkeypatch.setattr(standin_gpu.Data, "device_id", rank)
+    communicator.devices.device.index = rank
+    process_sets = dataclasses.replace(here.process_sets, everyone=communicator, made={})
+    monkeypatch.setattr(here, "communicator", communicator)
+    monkeypatch.setattr(here, "process_sets", process_sets)
+    here.queues.add(communicator.queue)
+    cuda_stand_in.problems.clear()
+    yield communicator
+    communicator.barrier().wait()
+    assert (cuda_stand_in.problems, standin_gpu.launch_problem(MPI.COMM_WORLD)) == ([], "")
+    for each in process_sets.made.values():
+        each.close()
+    communicator.close()
