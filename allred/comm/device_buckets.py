@@ -4,7 +4,7 @@
     allreduce   NCCL, or the host
     unpack      one kernel copies back, casts, divides an average, and checks the results
 
-A large tensor is reduced in slices, each of which is a bucket. NCCL reads it where it lies, unless it has to be cast or
+A large tensor is reduced in slices; each is a bucket. NCCL reads it where it lies, unless it has to be cast or
 multiplied. If nothing is left for the kernels to do, a large tensor is reduced without buffers (`BucketPlan.direct`).
 The plan depends on the shapes, dtypes and arguments only, so it is the same on all ranks.
 

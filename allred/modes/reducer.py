@@ -178,7 +178,7 @@ class Reducer:
 
     @property
     def checks_finite_on_gpu(self) -> bool:
-        """The same for arrays on GPUs."""
+        """As `checks_finite`, for arrays on GPUs."""
         return self._sums and functions.current().gpu is not None
 
     def can_check(self, values: Sequence[Any]) -> bool:

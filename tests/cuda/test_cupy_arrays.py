@@ -30,7 +30,7 @@ def test_layouts(layout, dtype):
     value = np.zeros((4, 6), dtype)[LAYOUTS[layout]]
     array = on_gpu(value)
     assert device_arrays.is_device(array)
-    assert device_arrays.layouts([array]) == [(value.ctypes.data, 0, value.shape, value.strides, value.dtype)]
+    assert device_arrays.layouts([array]) == [(value.ctypes.data, value.shape, value.strides, value.dtype)]
     assert array.flags.c_contiguous == value.flags.c_contiguous
     found = device_arrays.adopt(array)
     assert (found.shape, found.dtype, found.nbytes, found.writable) == (value.shape, value.dtype, value.nbytes, True)

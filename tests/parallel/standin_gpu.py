@@ -83,7 +83,7 @@ def layouts(group):
     """Replaces device_arrays.layouts for stand-in arrays."""
     if any(type(value) is not DeviceArray for value in group):
         return None
-    return [(value.ctypes.data, Data.device_id, value.shape, value.strides, value.dtype) for value in group]
+    return [(value.ctypes.data, value.shape, value.strides, value.dtype) for value in group]
 
 
 def zeros(like, shape, dtype):
