@@ -29,7 +29,7 @@ $(error MPI=$(MPI) is not one of mpich, openmpi)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-torch test test-unit test-parallel test-integration test-full test-torch test-slurm test-sge test-kubernetes test-spark fuzz sanitize cuda test-gpu bench-gpu gpu-environment loops bench bench-torch lint types api diagram docs format clean
+.PHONY: help demo demo-torch test test-unit test-parallel test-integration test-full test-torch test-slurm test-sge test-kubernetes test-spark fuzz sanitize cuda test-gpu bench-gpu bench-gpu-host gpu-environment loops bench bench-torch lint types api diagram docs format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -128,6 +128,10 @@ $(CUDA)/.installed: | $(VENV_mpich)/.test
 cuda: $(VENV_mpich)/.test $(CUDA)/.installed ## without a GPU: the kernels by the real NVRTC, calls of the real cupy (installs them)
 	CUDA_PATH=$(abspath $(CUDA))/nvidia/cu13 PYTHONPATH=$(CUDA) $(VENV_mpich)/bin/python -m pytest \
 	  -W "ignore:Cannot determine the NVRTC version" tests/cuda $(T)
+
+bench-gpu-host: $(VENV_mpich)/.test $(CUDA)/.installed ## without a GPU: the host time of a reduction of 161 gradients
+	CUDA_PATH=$(abspath $(CUDA))/nvidia/cu13 PYTHONPATH=$(CUDA) $(VENV_mpich)/bin/mpirun -np 2 \
+	  $(VENV_mpich)/bin/python -W "ignore:Cannot determine the NVRTC version" benchmarks/gpu_host_time.py
 
 loops: ## the C core's allreduce against a loop written by hand, and the floor of a step in mode ps; two processes
 	$(MAKE) -f tests/csrc/Makefile loops

@@ -126,26 +126,3 @@ def test_nan_on_a_gpu_is_found():
         grads["b"][3] = cupy.nan
     with pytest.raises(allred.NonFiniteError, match="'b'"):
         allred.distributed(SGD(0.1), nonfinite="raise").step(on_gpu(values(0)), grads)
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.float32, np.float64])
-@pytest.mark.parametrize("offset", [0, 1])
-def test_pack_and_unpack(dtype, offset):
-    kernels, counts = Kernels(cupy), [3, 8192, 1, 100003]
-    parts = [cupy.asarray(np.random.default_rng(n).integers(0, 100, n + offset).astype(dtype))[offset:] for n in counts]
-    begin = aligned_offsets(counts, np.dtype(dtype).itemsize)
-    buffer = cupy.zeros(begin[-1], dtype)
-    here = kernels.table(parts, buffer.itemsize)
-    kernels.pack(here, np.dtype(dtype).name, buffer, None)
-    for start, part in zip(begin, parts, strict=False):
-        cupy.testing.assert_array_equal(buffer[start : start + part.size], part)
-    back = [cupy.zeros_like(part) for part in parts]
-    there = kernels.table(back, buffer.itemsize)
-    kernels.unpack(buffer, there, np.dtype(dtype).name, None)
-    for part, other in zip(parts, back, strict=True):
-        cupy.testing.assert_array_equal(part, other)
-    if dtype in (np.float32, np.float64):
-        kernels.pack(here, np.dtype(dtype).name, buffer, 3.0)
-        kernels.unpack(buffer, there, np.dtype(dtype).name, 4.0)
-        for part, other in zip(parts, back, strict=True):
-            np.testing.assert_array_equal(other.get(), part.get() * dtype(3) / dtype(4))
