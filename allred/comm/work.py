@@ -231,7 +231,7 @@ class WorkQueue:
             self.idle = False
             if self._ahead:
                 work._step()
-            if not self.engine.has_progress_thread or len(self._works) > _MAX_UNCHECKED:
+            if work._finished or not self.engine.has_progress_thread or len(self._works) > _MAX_UNCHECKED:
                 self._progress(work)
         return work
 
@@ -248,7 +248,9 @@ class WorkQueue:
     def _progress(self, work: Work[Any]) -> bool:
         while not work._finished and self._works[0]._advance():
             self._works.popleft()
-            self.idle = not self._works and not self.poisoned
+        while self._works and self._works[0]._finished:  # by its first step, in `start`
+            self._works.popleft()
+        self.idle = not self._works and not self.poisoned
         return work._finished
 
     def _run_for_others(self) -> None:

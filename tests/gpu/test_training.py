@@ -10,7 +10,6 @@ import torch
 import allred
 from allred import arrays
 from allred.gpu import device_arrays
-from allred.gpu.kernels import Kernels, aligned_offsets
 from allred.optim import SGD, Adagrad, Adam, AdamW, RMSProp
 
 OPTIMIZERS = [SGD(0.1), SGD(0.1, momentum=0.9, nesterov=True, weight_decay=0.01), Adagrad(0.1), Adam(0.1), AdamW(0.1)]

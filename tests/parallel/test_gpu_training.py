@@ -85,6 +85,7 @@ def test_a_step_exchanges_one_header_and_waits_for_the_gpu_once(world_on_gpus):
         optimizer.step(model.params, grads)
         made = comm.operations - before
     assert cuda_stand_in.gpu.synchronized == 1
+    assert comm.queue.idle
     assert made == 1 or comm.devices.name == "staged"  # whose allreduce on the host exchanges headers too
     expected = np.mean([host(model.grads(CHECKED + 1, rank)["w"]) for rank in range(comm.size)], axis=0)
     np.testing.assert_allclose(host(grads["w"]), expected, rtol=1e-6)
