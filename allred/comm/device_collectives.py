@@ -14,7 +14,7 @@ from allred.comm import header
 from allred.comm.arguments import array_descriptor, root_index, splits_of
 from allred.comm.device_buckets import ReduceRequest
 from allred.comm.device_operation import adopt_on, check_writable, on_gpu
-from allred.comm.device_reduce import DeviceReductions
+from allred.comm.device_reduce import DeviceReductions, ReductionResult
 from allred.comm.ops import Compression, ReduceOp
 from allred.comm.work import Steps, Work
 from allred.errors import InputError
@@ -28,12 +28,21 @@ class DeviceCollectives(DeviceReductions):
     """The collectives of a communicator with a device backend. Arguments and results are those of Communicator."""
 
     def allreduce(self, value: Any, op: ReduceOp, name: str, compression: Compression, in_place: bool) -> Work[Any]:
-        return self._reduction([value], ReduceRequest(op, name, compression, in_place, one=True))
+        return self._arrays([value], ReduceRequest(op, name, compression, in_place, is_single=True))
 
     def grouped_allreduce(
         self, group: Sequence[Any], op: ReduceOp, name: str, compression: Compression, in_place: bool
     ) -> Work[list[Any]]:
-        return self._reduction(group, ReduceRequest(op, name, compression, in_place))
+        return self._arrays(group, ReduceRequest(op, name, compression, in_place))
+
+    def _arrays(self, values: Sequence[Any], request: ReduceRequest) -> Work[Any]:
+        """As `start`; the result is the arrays."""
+
+        def steps(inner: Steps[ReductionResult]) -> Steps[Any]:
+            return (yield from inner).arrays
+
+        kind = "allreduce" if request.is_single else "grouped_allreduce"
+        return self._begin(kind, request.name, lambda: steps(self._reduction_steps(values, request)))
 
     def broadcast(self, value: Any, root: int, name: str, in_place: bool) -> Work[Any]:
         def body(g: Adopted, lease: StreamLease) -> Steps[Any]:

@@ -1,4 +1,4 @@
-"""The common part of all operations on arrays on GPUs: start, agreement of the ranks, launch order and end.
+"""Base class of operations on device arrays: start, header exchange, launch order, completion.
 
 The host backend exchanges the headers of all operations, so they have one order, and a rank that passes a host array
 where another passes a device array gets the usual error. After that, the operation waits for its turn to be launched
@@ -34,8 +34,8 @@ class DeviceOperations:
 
     def _begin(self, kind: str, name: str, make: Callable[[], Steps[T]], agreed: bool = False) -> Work[T]:
         """Start an operation, after the work already enqueued on the caller's streams. If `make` finds arguments that
-        cannot be used, the header says so to the other ranks. agreed: it exchanges no headers, because the operation
-        before it did that for both."""
+        cannot be used, the header says so to the other ranks. agreed: skip the header exchange; that of the previous
+        operation included it. Then `make` must not fail, because the other ranks would not receive the error."""
         steps: Steps[T]
         try:
             steps = make()
@@ -94,7 +94,8 @@ def check_writable(given: list[Adopted]) -> None:
     """Raise InputError if an array cannot be reduced in place: it is read-only, or shares memory with another."""
     if not all(one.writable for one in given):
         raise InputError(
-            "the array is read-only (all arrays of some frameworks are); use the form without the underscore"
+            "the array is read-only (all arrays of some frameworks are); call the function without the trailing "
+            "underscore, which returns a new array"
         )
     some = [one.array for one in given if one.array.size]
     whole = [array for array in some if memory_order(array) is not None]

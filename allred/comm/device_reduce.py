@@ -1,12 +1,12 @@
 """The allreduce of arrays on GPUs, usually in groups: the gradients of a step.
 
 Training reduces the same group at every step. So the header, the buckets and the tables of addresses for the kernels
-are kept, and used again for arrays at the same addresses with the same layout: `CachedGroup`. It holds addresses, no
-arrays; a kernel does not depend on who owns the memory.
+are kept, and used again for arrays at the same addresses with the same layout: `CachedReduction`. It holds addresses,
+no arrays; a kernel does not depend on who owns the memory.
 
-The arrays of such a group are reduced in the order in which their elements lie in memory, without a copy, also in
-torch's format channels_last. The ranks compare these orders. If they differ, all reduce in C order, as they do arrays
-with gaps; a rank without a gradient, for example, sends zeros in C order.
+Such arrays are reduced in memory order, without a copy. This includes torch's channels_last. The ranks compare the
+memory orders. If they differ, all reduce in C order, as they do arrays with gaps; a rank without a gradient, for
+example, sends zeros in C order.
 """
 
 import dataclasses
@@ -31,43 +31,47 @@ from allred.comm.group import Group
 from allred.comm.header import OpDescriptor
 from allred.comm.ops import Compression, ReduceOp
 from allred.comm.work import Steps, Work
-from allred.errors import InputError
 from allred.gpu.device_arrays import Adopted, layouts, memory_order
 from allred.gpu.streams import StreamHandle, StreamLease
 
-_KEPT = 64  # descriptors, and groups
+_KEPT = 1024  # descriptors, and groups: early buckets of a step (modes/overlap.py) are a group each
 
 
 @dataclasses.dataclass
-class CachedGroup:
-    """A group that was reduced in place before. streams: the current streams of its owners."""
+class CachedReduction:
+    """An allreduce in place of arrays that were reduced before. streams: the current streams of their owners."""
 
     layouts: list[Any]  # of the arrays; the cache applies only if these are equal
     descriptor: OpDescriptor  # its note is 0 for arrays in C order, else a hash of the memory orders
     streams: list[StreamHandle | None]
     plan: BucketPlan
     tables: list[BucketTables]
-    unpacked: list[int]  # see BucketPlan
     orders: list[tuple[int, ...]]  # of the arrays: `memory_order`
     flags: NonfiniteFlags | None = None
 
 
 class PreparedReduction(NamedTuple):
-    """An allreduce in place of a cached group, before the ranks agree.
+    """A cached allreduce before the ranks agree on it.
 
-    unpacked: the arrays in `group.unpacked`. They are checked before the ranks agree, because the other ranks would not
-    receive an error after that."""
+    not_packed: the arrays of `BucketPlan.not_packed`. They are checked before the ranks agree, because the other ranks
+    would not receive an error after that.
+    """
 
-    values: Sequence[Any]
-    group: CachedGroup
-    unpacked: list[Adopted]
+    arrays: Sequence[Any]
+    cached: CachedReduction
+    not_packed: list[Adopted]
     request: ReduceRequest
+
+    @property
+    def hash(self) -> int:
+        """Hash of the memory orders and of `checks`, which must be equal on all ranks, as the tensors and options."""
+        return header.mix(self.cached.descriptor.note, self.request.checks)
 
 
 class ReductionResult(NamedTuple):
     """The arrays, and the flags of a reduction with `checks`."""
 
-    values: Any
+    arrays: Any
     flags: NonfiniteFlags | None
 
 
@@ -77,136 +81,116 @@ class DeviceReductions(DeviceOperations):
     def __init__(self, communicator: Group) -> None:
         super().__init__(communicator)
         self._descriptors: dict[Any, tuple[OpDescriptor, BucketPlan]] = {}
-        self._cache: dict[Any, CachedGroup] = {}  # by the address of the first array
+        self._cache: dict[Any, CachedReduction] = {}  # by the layout of the first array, and the request
 
-    def weighted_allreduce_(
-        self, group: Sequence[Any], op: ReduceOp, name: str, compression: Compression, weight: float | None,
-        checks: bool = False, independent: bool = False,
-    ) -> Work[ReductionResult]:  # fmt: skip
-        """grouped_allreduce_ of gradients on GPUs, multiplied by this rank's `weight` before (None: by 1).
+    def start(self, arrays: Sequence[Any], request: ReduceRequest) -> Work[ReductionResult]:
+        kind = "allreduce" if request.is_single else "grouped_allreduce"
+        return self._begin(kind, request.name, lambda: self._reduction_steps(arrays, request))
 
-        16-bit floats with a weight are multiplied and summed in float32 and rounded once. A weight of 0 also turns NaN
-        into 0. checks: results that are not finite are not written, see NonfiniteFlags. independent: see StreamLease.
-        """
-        request = ReduceRequest(op, name, compression, True, weight, checks=checks, independent=independent)
-        return self._begin("grouped_allreduce", name, lambda: self._reduction_steps(group, request))
-
-    def prepare(
-        self, group: Sequence[Any], op: ReduceOp, name: str, compression: Compression, checks: bool
-    ) -> PreparedReduction | None:
-        """Prepare `weighted_allreduce_` without a weight, so that the ranks can agree on it in the header exchange of
+    def prepare(self, arrays: Sequence[Any], request: ReduceRequest) -> PreparedReduction | None:
+        """Prepare a reduction in place without a weight, so that the ranks can agree on it in the header exchange of
         another operation. None if it needs an exchange of its own, for example for an error."""
         try:
-            return self._prepare(group, ReduceRequest(op, name, compression, True, checks=checks))
-        except InputError:
+            return self._find_or_cache(arrays, request)
+        except Exception:  # also of CUDA; `start` meets it again, and sends it to the other ranks
             return None
 
-    def reduce_prepared(self, prepared: PreparedReduction) -> Work[ReductionResult]:
-        """Reduce what `prepare` returned. The header exchange of the operation before has shown that all ranks do the
-        same, with arrays in the same memory order."""
-        return self._begin("grouped_allreduce", prepared.request.name, lambda: self._prepared_steps(prepared), True)
-
-    def _prepared_steps(self, prepared: PreparedReduction) -> Steps[ReductionResult]:
+    def start_prepared(self, prepared: PreparedReduction) -> Work[ReductionResult]:
+        """Start a prepared reduction. The preceding header exchange has compared it on all ranks (`hash`)."""
         lease = self._lease(prepared)
-        group = self.communicator.begin_without_header(prepared.group.descriptor)
-        devices = yield from self._wait_for_turn(group)
-        return (yield from self._reduce_prepared(group, devices, lease, prepared))
 
-    def _reduction(self, values: Sequence[Any], request: ReduceRequest) -> Work[Any]:
-        kind = "allreduce" if request.one else "grouped_allreduce"
+        def steps() -> Steps[ReductionResult]:
+            group = self.communicator.begin_without_header(prepared.cached.descriptor)
+            devices = yield from self._wait_for_turn(group)
+            return (yield from self._reduce_in_memory_order(group, devices, lease, prepared))
 
-        def steps(inner: Steps[ReductionResult]) -> Steps[Any]:
-            return (yield from inner).values
+        return self._begin("grouped_allreduce", prepared.request.name, steps, agreed=True)
 
-        return self._begin(kind, request.name, lambda: steps(self._reduction_steps(values, request)))
-
-    def _reduction_steps(self, values: Sequence[Any], request: ReduceRequest) -> Steps[ReductionResult]:
+    def _reduction_steps(self, arrays: Sequence[Any], request: ReduceRequest) -> Steps[ReductionResult]:
         if not (isinstance(request.op, ReduceOp) and isinstance(request.compression, Compression)):
             group_descriptor([], request.name, request.op, request.compression)  # raises
-        if (prepared := self._prepare(values, request)) is not None:
+        if (prepared := self._find_or_cache(arrays, request)) is not None:
             return self._agree_and_reduce(prepared, self._lease(prepared))
-        given = self._adopt(values, request)
+        given = self._adopt(arrays, request)
         lease = self.devices.device.lease([one.stream for one in given], request.independent)
-        return self._reduce_given(values, given, lease, *self._describe(given, request), request)
+        return self._agree_and_reduce_in_c_order(arrays, given, lease, *self._describe(given, request), request)
 
-    def _adopt(self, values: Sequence[Any], request: ReduceRequest) -> list[Adopted]:
-        given = [adopt_on(value, self.devices.device.index) for value in values]
+    def _adopt(self, arrays: Sequence[Any], request: ReduceRequest) -> list[Adopted]:
+        given = [adopt_on(value, self.devices.device.index) for value in arrays]
         if request.in_place:
             check_writable(given)
         return given
 
     def _lease(self, prepared: PreparedReduction) -> StreamLease:
-        return self.devices.device.lease(prepared.group.streams, prepared.request.independent)
+        return self.devices.device.lease(prepared.cached.streams, prepared.request.independent)
 
-    def _prepare(self, values: Sequence[Any], request: ReduceRequest) -> PreparedReduction | None:
-        """Find the group in the cache, or add it. None if it cannot be cached."""
-        where = layouts(values) if request.in_place and not request.one else None
+    def _find_or_cache(self, arrays: Sequence[Any], request: ReduceRequest) -> PreparedReduction | None:
+        """Find the reduction in the cache, or add it. None if it cannot be cached."""
+        where = layouts(arrays) if request.in_place and not request.is_single else None
         if not where:
             return None
-        key = where[0], request._replace(weight=None), request.weight is None
+        key = where[0], request.plan_key
         cached = self._cache.get(key)
         if cached is None or cached.layouts != where:
-            given = self._adopt(values, request)
+            given = self._adopt(arrays, request)
             orders = [order for one in given if (order := memory_order(one.array)) is not None]
             if len(orders) < len(given):
                 return None
-            cached = self._new_group(where, given, orders, request)
-            if len(self._cache) >= _KEPT:
-                self._cache.clear()
-            self._cache[key] = cached
-        unpacked = [adopt_on(values[position], self.devices.device.index) for position in cached.unpacked]
-        return PreparedReduction(values, cached, unpacked, request)
+            cached = self._new_reduction(where, given, orders, request)
+            _add(self._cache, key, cached)
+        not_packed = [adopt_on(arrays[position], self.devices.device.index) for position in cached.plan.not_packed]
+        return PreparedReduction(arrays, cached, not_packed, request)
 
-    def _new_group(
+    def _new_reduction(
         self, where: list[Any], given: list[Adopted], orders: list[tuple[int, ...]], request: ReduceRequest
-    ) -> CachedGroup:
+    ) -> CachedReduction:
         descriptor, plan = self._describe(given, request)
         if any(list(order) != sorted(order) for order in orders):
             descriptor = dataclasses.replace(descriptor, note=header.hash_text(repr(orders)))
-        flats = [one.in_memory_order(order) for one, order in zip(given, orders, strict=True)]
-        tables = [tables_of(bucket, flats, flats, self.devices.device) for bucket in plan.buckets]
+        flat = [one.in_memory_order(order) for one, order in zip(given, orders, strict=True)]
+        tables = [tables_of(bucket, flat, flat, self.devices.device) for bucket in plan.buckets]
         streams = list(dict.fromkeys(one.stream for one in given))
-        return CachedGroup(where, descriptor, streams, plan, tables, plan.unpacked, orders)
+        return CachedReduction(where, descriptor, streams, plan, tables, orders)
 
     def _agree_and_reduce(self, prepared: PreparedReduction, lease: StreamLease) -> Steps[ReductionResult]:
-        group, devices, headers = yield from self._agree(prepared.group.descriptor)
+        group, devices, headers = yield from self._agree(prepared.cached.descriptor)
         if len({header.own_fields(record).note for record in headers}) > 1:
-            values, request = prepared.values, prepared.request
-            given = [adopt_on(value, self.devices.device.index) for value in values]
-            return (
-                yield from self._reduce_in_c_order(group, devices, values, given, lease, prepared.group.plan, request)
-            )
-        return (yield from self._reduce_prepared(group, devices, lease, prepared))
+            arrays, plan, request = prepared.arrays, prepared.cached.plan, prepared.request
+            given = [adopt_on(value, self.devices.device.index) for value in arrays]
+            return (yield from self._reduce_in_c_order(group, devices, arrays, given, lease, plan, request))
+        return (yield from self._reduce_in_memory_order(group, devices, lease, prepared))
 
-    def _reduce_prepared(
+    def _reduce_in_memory_order(
         self, group: Group, devices: DeviceBackend, lease: StreamLease, prepared: PreparedReduction
     ) -> Steps[ReductionResult]:
-        values, cached, unpacked, request = prepared
+        arrays, cached, not_packed, request = prepared
         if request.checks and cached.flags is None:
-            cached.flags = self._new_flags(lease, cached.plan)
-        flats = {
-            position: (flat := one.in_memory_order(cached.orders[position]), flat)
-            for position, one in zip(cached.unpacked, unpacked, strict=True)
-        }
+            cached.flags = self._new_flags(cached.plan)
+        flat_arrays = {}
+        for position, one in zip(cached.plan.not_packed, not_packed, strict=True):
+            flat = one.in_memory_order(cached.orders[position])
+            flat_arrays[position] = flat, flat
         stream = yield from reduce_buckets(
-            devices, group.size, lease, cached.plan, cached.tables, flats, request, cached.flags
+            devices, group.size, lease, cached.plan, cached.tables, flat_arrays, request, cached.flags
         )
-        self._end(devices, lease, values, flats, cached, stream=stream)
-        return ReductionResult(list(values), cached.flags)
+        self._end(devices, lease, arrays, flat_arrays, cached, stream=stream)
+        return ReductionResult(list(arrays), cached.flags)
 
-    def _new_flags(self, lease: StreamLease, plan: BucketPlan) -> NonfiniteFlags:
-        with lease.enter(self.devices.device.unpacking):
-            return NonfiniteFlags(self.devices.device, plan.buckets)
+    def _new_flags(self, plan: BucketPlan) -> NonfiniteFlags:
+        device = self.devices.device
+        device.use()
+        with device.unpacking:
+            return NonfiniteFlags(device, plan.buckets)
 
-    def _reduce_given(
-        self, values: Sequence[Any], given: list[Adopted], lease: StreamLease, descriptor: OpDescriptor,
+    def _agree_and_reduce_in_c_order(
+        self, arrays: Sequence[Any], given: list[Adopted], lease: StreamLease, descriptor: OpDescriptor,
         plan: BucketPlan, request: ReduceRequest,
     ) -> Steps[ReductionResult]:  # fmt: skip
         group, devices, _ = yield from self._agree(descriptor)
-        return (yield from self._reduce_in_c_order(group, devices, values, given, lease, plan, request))
+        return (yield from self._reduce_in_c_order(group, devices, arrays, given, lease, plan, request))
 
     def _reduce_in_c_order(
-        self, group: Group, devices: DeviceBackend, values: Sequence[Any], given: list[Adopted], lease: StreamLease,
+        self, group: Group, devices: DeviceBackend, arrays: Sequence[Any], given: list[Adopted], lease: StreamLease,
         plan: BucketPlan, request: ReduceRequest,
     ) -> Steps[ReductionResult]:  # fmt: skip
         """Reduce arrays of any layout. Those with gaps are copied on the packing stream and back on the last stream."""
@@ -215,36 +199,42 @@ class DeviceReductions(DeviceOperations):
         with lease.enter(device.packing):
             sources = [one.flat() for one in given] if in_place else list(map(_source, given, made))
         targets = sources if in_place else [new.reshape(-1) for new in made]
-        flats = {position: (sources[position], targets[position]) for position in plan.unpacked}
+        flat_arrays = {position: (sources[position], targets[position]) for position in plan.not_packed}
         if plan.direct:
-            device.stream.wait_event(device.record(device.packing))
+            device.communication.wait_event(device.record(device.packing))
         tables = [tables_of(bucket, sources, targets, device) for bucket in plan.buckets]
-        flags = self._new_flags(lease, plan) if request.checks else None
-        stream = yield from reduce_buckets(devices, group.size, lease, plan, tables, flats, request, flags)
+        flags = self._new_flags(plan) if request.checks else None
+        stream = yield from reduce_buckets(devices, group.size, lease, plan, tables, flat_arrays, request, flags)
         with lease.enter(stream):
             for one, flat in zip(given, sources, strict=True):
                 if in_place and not one.array.flags.c_contiguous:
                     one.array[...] = flat.reshape(one.array.shape)
         self._end(devices, lease, given, sources, targets, flags, stream=stream)
-        results = list(values) if in_place else [one.to_caller(new) for one, new in zip(given, made, strict=True)]
-        return ReductionResult(results[0] if request.one else results, flags)
+        results = list(arrays) if in_place else [one.to_caller(new) for one, new in zip(given, made, strict=True)]
+        return ReductionResult(results[0] if request.is_single else results, flags)
 
     def _describe(self, given: list[Adopted], request: ReduceRequest) -> tuple[OpDescriptor, BucketPlan]:
         """Return the descriptor and the plan, from a cache if the same call was made before."""
         op, name, compression = request.op, request.name, request.compression
-        key = request._replace(weight=None), request.weight is None, tuple([(one.shape, one.dtype) for one in given])
+        key = request.plan_key, tuple([(one.shape, one.dtype) for one in given])
         found = self._descriptors.get(key)
         if found is None:
-            if request.one:
+            if request.is_single:
                 descriptor = array_descriptor("allreduce", cast(Array, given[0]), name, op, compression=compression)
             else:
                 descriptor = group_descriptor(cast(list[Array], given), name, op, compression)
             plan = plan_buckets([one.shape for one in given], [one.dtype for one in given], request)
             found = on_gpu(descriptor), plan
-            if len(self._descriptors) >= _KEPT:
-                self._descriptors.clear()
-            self._descriptors[key] = found
+            _add(self._descriptors, key, found)
         return found
+
+
+def _add(cache: dict[Any, Any], key: Any, value: Any) -> None:
+    """Add an entry, and remove the oldest one if there are too many."""
+    cache.pop(key, None)
+    if len(cache) >= _KEPT:
+        cache.pop(next(iter(cache)))
+    cache[key] = value
 
 
 def _source(given: Adopted, made: Any) -> Any:

@@ -153,7 +153,7 @@ class Work(Generic[T]):
         if (watcher := world.watcher()) is not None and watcher.pending():
             raise watcher.error()
         if self.end is not None:
-            self.end.order()
+            self.end.order_callers()
         return self._outcome  # type: ignore[return-value]
 
     def synchronize(self, timeout_s: float | None = None) -> T:

@@ -19,7 +19,8 @@ TILE = 8192  # elements per block, as in fuse.cu
 _THREADS = 256
 _COMBINED = 8  # elements per thread of `combine`, as in fuse.cu
 _ALIGN_BYTES = 16
-_MAX_TABLES = 256
+ALIGNED_HALVES = _ALIGN_BYTES // 2  # 16-bit floats
+_MAX_TABLES = 4096
 
 
 def aligned_offsets(counts: Sequence[int], itemsize: int) -> list[int]:
@@ -92,34 +93,30 @@ class Kernels:
             self._tables[key] = LaunchTable(key[1], key[2], itemsize)
         return self._tables[key]
 
-    def pack(self, table: LaunchTable, held: str, buffer: Any, moved: str, factor: float | None) -> None:
+    def pack(self, table: LaunchTable, dtype: str, buffer: Any, wire_dtype: str, factor: float | None) -> None:
         """Copy tensors into the buffer, multiplied by `factor` if given.
 
-        held, moved: names of the dtypes of tensors and buffer; 16-bit floats are multiplied only into float32.
+        dtype, wire_dtype: dtypes of tensors and buffer, by name. 16-bit floats are multiplied only into float32.
         """
-        self._fuse("pack", table, held, buffer, moved, factor, ())
+        if factor is None and dtype == wire_dtype:
+            self._launch("pack_bytes", table, table.itemsize, (buffer,))
+        else:
+            number = np.float64(1.0 if factor is None else factor)
+            self._launch(f"pack_{dtype}_{wire_dtype}", table, 1, (buffer, number))
 
     def unpack(
-        self, buffer: Any, table: LaunchTable, held: str, moved: str, divisor: float | None, flags: Any = None
+        self, buffer: Any, table: LaunchTable, dtype: str, wire_dtype: str, divisor: float | None, flags: Any = None
     ) -> None:
         """Copy the buffer into tensors, divided by `divisor` if given.
 
         flags: uint32 (tensors,) on the GPU: a result that is not finite is not written, and the flag of its tensor is
         set to 1; None: no check.
         """
-        if flags is not None and divisor is None:
-            divisor = 1.0
-        self._fuse("unpack", table, held, buffer, moved, divisor, (np.uintp(0) if flags is None else flags,))
-
-    def _fuse(
-        self, direction: str, table: LaunchTable, held: str, buffer: Any, moved: str, number: float | None,
-        more: tuple[Any, ...],
-    ) -> None:  # fmt: skip
-        if number is None and held == moved:
-            self._launch(f"{direction}_bytes", table, table.itemsize, (buffer,))
+        if divisor is None and flags is None and dtype == wire_dtype:
+            self._launch("unpack_bytes", table, table.itemsize, (buffer,))
         else:
-            numbers = np.float64(1.0 if number is None else number), *more
-            self._launch(f"{direction}_{held}_{moved}", table, 1, (buffer, *numbers))
+            numbers = np.float64(1.0 if divisor is None else divisor), np.uintp(0) if flags is None else flags
+            self._launch(f"unpack_{dtype}_{wire_dtype}", table, 1, (buffer, *numbers))
 
     def combine(
         self, name: str, rows: Any, ranks: int, rank: int, own: Any, out: Any, multiplies: bool, divisor: float
@@ -127,7 +124,8 @@ class Kernels:
         """Sum, or multiply, 16-bit floats of all ranks in float32, divide by `divisor`, and round once.
 
         Arguments:
-            rows: uint16 or float16 (ranks * stride,): a row for each rank; that of this rank, `rank`, is not read.
+            rows: uint16 or float16 (ranks * stride,): a row for each rank; row `rank` is not read, `own` is used
+                instead.
             own: the elements of this rank, at most `stride`. out: the result; may be `own`.
         """
         blocks = -(-own.size // (_COMBINED * _THREADS))

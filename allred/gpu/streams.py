@@ -18,14 +18,15 @@ before it takes a stream.
     lease = device.lease()           before an operation: records the current position of the caller's streams
     out = lease.empty(...)           allocates results
     with lease.enter(): ...          enqueues on the communication stream, after these positions
-    with lease.enter(stream): ...    the same on another of the three streams
+    with lease.enter(stream): ...    as before, on another of the three streams
     end = lease.end(kept)            completion of this work; keeps `kept` alive until then
 
 `enter` also orders the stream after the ends of earlier operations on the other streams, because two operations may use
 the same array, unless the lease is `independent`. Within an operation, its code orders the streams.
 
-cupy's pool reuses freed memory for the next allocation on the same stream. So memory that is allocated inside `enter`
-may be used on this stream only, and results are allocated on the caller's stream.
+cupy's pool reuses freed memory for the next allocation on the same stream. So results are allocated on the caller's
+stream. Memory that was allocated on one of the three streams may be used on another if the first one waits for this use
+before the memory is freed, or if `end` keeps the memory until then.
 """
 
 import copy
@@ -160,13 +161,14 @@ StreamHandle = Callable[[], int]  # returns the CUDA handle of a framework's cur
 
 
 class Completion:
-    """Completion of work on the communication stream. Each call releases what completed work has kept alive."""
+    """Completion of work on one of the three streams. Each call releases what completed work has kept alive."""
 
     def __init__(self, device: "Device", event: Any, handles: Iterable[StreamHandle]) -> None:
         self._device, self._handles = device, handles
         self.event = event
 
-    def order(self) -> None:
+    def order_callers(self) -> None:
+        """Make the callers' streams wait for the work."""
         for stream in (self._device.current(), *map(self._device.current, self._handles)):
             stream.wait_event(self.event)
         self._device.release()
@@ -188,7 +190,7 @@ class StreamLease:
 
     Arguments:
         handles: of the caller's streams; None stands for cupy's current stream.
-        independent: whether no unfinished operation that was started before uses the same arrays.
+        independent: no unfinished operation uses these arrays, so there is no need to wait for other operations.
     """
 
     def __init__(self, device: "Device", handles: Iterable[StreamHandle | None], independent: bool = False) -> None:
@@ -196,25 +198,26 @@ class StreamLease:
         self._device, self._caller, self._independent = device, callers[0], independent
         self._handles = [handle for handle in handles if handle is not None]
         self._ready = [device.record(stream) for stream in callers]
-        self._followed: dict[int, int] = {}  # how many events of `_ready` a stream waits for, by stream
+        self._waited_for: dict[int, int] = {}  # for each stream: the number of `_ready` events it already waits for
 
     def empty(self, wanted: Iterable[tuple[tuple[int, ...], Any]]) -> list[Any]:
         """Allocate results with these shapes and dtypes on the caller's stream."""
+        self._device.use()
         with self._caller:
             made = [self._device.xp.empty(shape, dtype) for shape, dtype in wanted]
         self._ready.append(self._device.record(self._caller))  # earlier work there may still use the recycled memory
         return made
 
     def enter(self, stream: Any = None) -> Any:
-        """One of the streams as a context manager, ordered after the positions recorded on the caller's streams.
+        """As `order`, as a context manager that makes the stream current. Default: the communication stream."""
+        return self.order(stream or self._device.communication)
 
-        stream: by default the communication stream.
-        """
-        stream = stream or self._device.stream
+    def order(self, stream: Any) -> Any:
+        """Order one of the three streams after the positions recorded on the caller's streams. Returns the stream."""
         self._device.use()
-        for event in self._ready[self._followed.get(stream.ptr, 0) :]:
+        for event in self._ready[self._waited_for.get(stream.ptr, 0) :]:
             stream.wait_event(event)
-        self._followed[stream.ptr] = len(self._ready)
+        self._waited_for[stream.ptr] = len(self._ready)
         if not self._independent:
             self._device.follow_operations(stream)
         return stream
@@ -222,9 +225,9 @@ class StreamLease:
     def end(self, kept: Any, stream: Any = None) -> Completion:
         """Completion of everything enqueued so far on one of the streams, by default the communication stream. `kept`
         stays alive until then."""
-        stream = stream or self._device.stream
+        stream = stream or self._device.communication
         end = Completion(self._device, self._device.record(stream), self._handles)
-        self._device.note_end(stream, end.event)
+        self._device.record_end(stream, end.event)
         self._device.keep(end.event, kept)
         return end
 
@@ -250,17 +253,17 @@ class Device:
 
     def _add_streams(self) -> None:
         self.kernels, self.unpack_kernels = Kernels(self.xp), Kernels(self.xp)  # a table is used on one stream only
-        self.stream, self.packing, self.unpacking = (
+        self.communication, self.packing, self.unpacking = (
             self.xp.cuda.Stream(non_blocking=True, priority=_HIGH_PRIORITY) for _ in range(3)
         )
-        # By stream: the ends of operations on other streams that it does not follow yet, by these streams.
-        self._ends: dict[int, dict[int, Any]] = {each.ptr: {} for each in self.streams}
+        # For each stream: the last operation's event of every other stream that it does not wait for yet.
+        self._unseen_ends: dict[int, dict[int, Any]] = {each.ptr: {} for each in self.streams}
         self._kept: deque[tuple[Any, Any]] = deque()  # oldest first: (event, what is in use until then)
         self._lock = threading.Lock()  # of `_kept`: the thread of the guard releases too
 
     @property
     def streams(self) -> tuple[Any, Any, Any]:
-        return self.stream, self.packing, self.unpacking
+        return self.communication, self.packing, self.unpacking
 
     def sibling(self) -> "Device":
         """Return the same GPU for another communicator, with streams and kernel tables of its own."""
@@ -269,15 +272,15 @@ class Device:
         made._add_streams()
         return made
 
-    def note_end(self, stream: Any, event: Any) -> None:
-        """Note the end of an operation on a stream, for `follow_operations`."""
-        for ptr, ends in self._ends.items():
+    def record_end(self, stream: Any, event: Any) -> None:
+        """Record the end of an operation on a stream, for `follow_operations`."""
+        for ptr, ends in self._unseen_ends.items():
             if ptr != stream.ptr:
                 ends[stream.ptr] = event
 
     def follow_operations(self, stream: Any) -> None:
-        """Order a stream after the operations that have ended on the other streams."""
-        ends = self._ends[stream.ptr]
+        """Order a stream after the operations that were enqueued on the other streams."""
+        ends = self._unseen_ends[stream.ptr]
         while ends:
             stream.wait_event(ends.popitem()[1])
 
@@ -296,6 +299,7 @@ class Device:
         return self.xp.cuda.get_current_stream() if handle is None else external_stream(handle())
 
     def event(self) -> Any:
+        self.use()
         return self.xp.cuda.Event(disable_timing=True)
 
     def record(self, stream: Any) -> Any:

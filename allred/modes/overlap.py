@@ -278,9 +278,9 @@ class Overlap:
                     if target is not result:
                         target[...] = result
         if on_gpu and self._checks_results:
-            on_gpu[-1][0].synchronize()
+            on_gpu[-1][0].synchronize()  # all end on the unpacking stream
         for _, flags, bucket in on_gpu:
-            if flags is not None and (position := flags.first()) >= 0:
+            if flags is not None and (position := flags.first_position()) >= 0:
                 nonfinite.append(bucket.tensors[position].name)
         return nonfinite[0] if nonfinite else ""
 

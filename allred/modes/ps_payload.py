@@ -165,7 +165,7 @@ class HostStaging:
                 if not one.array.flags.c_contiguous:
                     one.array[...] = flat.reshape(one.shape)
         self._uploaded = lease.end((there, targets))
-        self._uploaded.order()
+        self._uploaded.order_callers()
 
     def _on_gpu(self, values: Sequence[Any]) -> dict[int, Adopted]:
         found = [i for i, value in enumerate(values) if is_device(value)]

@@ -19,6 +19,7 @@ import numpy as np
 from allred import arena, arrays, native, world
 from allred.arrays import Array
 from allred.comm import functions, ops
+from allred.comm.device_buckets import ReduceRequest
 from allred.comm.device_reduce import PreparedReduction, ReductionResult
 from allred.comm.header import OwnFields
 from allred.comm.ops import Compression, ReduceOp
@@ -46,7 +47,7 @@ class Agreement(NamedTuple):
     weight: float | None  # factor of this rank's gradients; None: all ranks count equally
     flags: list[int]  # by rank
     any_missing: bool  # whether a rank lacks a gradient
-    same_order: bool  # whether prepared gradients are in the same memory order on all ranks
+    same_preparation: bool  # whether prepared gradients have the same memory orders and checks on all ranks
 
 
 class Reducer:
@@ -114,15 +115,16 @@ class Reducer:
             f"op={self._op.value} bucket_bytes={self.bucket_bytes} compression={self._compression.name} "
             f"nonfinite={nonfinite} accumulate={self._options.accumulate} {settings}"
         ).strip()
-        orders = 0 if prepared is None else prepared.group.descriptor.note
-        return functions.current().check("step", title, lines, settings, note, problem, orders)
+        preparation = 0 if prepared is None else prepared.hash
+        return functions.current().check("step", title, lines, settings, note, problem, rows=preparation)
 
     def agreement(self, fields: list[OwnFields]) -> Agreement:
         """Interpret the fields of all ranks. Raises InputError on all ranks if their samples cannot be weighted."""
         notes = [each.note for each in fields]
         self.overlapped = any(note & _OVERLAPPED for note in notes)
         self.weight = self._weight(notes)
-        return Agreement(self.weight, *_flags_of(notes), len({each.rows for each in fields}) == 1)
+        flags, any_missing = _flags_of(notes)
+        return Agreement(self.weight, flags, any_missing, same_preparation=len({each.rows for each in fields}) == 1)
 
     def exchange_flags(self, title: str, flags: int, missing: bool, problem: str) -> tuple[list[int], bool]:
         """Exchange flags only. Returns those of all ranks, and whether a rank lacks a gradient. Collective."""
@@ -165,8 +167,8 @@ class Reducer:
     # Reduction.
 
     @property
-    def _sums(self) -> bool:
-        """Whether a result is not finite if a gradient is not: other reductions may lose an infinity."""
+    def _keeps_nonfinite(self) -> bool:
+        """Whether a NaN or infinity in a gradient always appears in the result."""
         return self._op in (ReduceOp.AVERAGE, ReduceOp.SUM)
 
     @property
@@ -174,12 +176,12 @@ class Reducer:
         """Whether reductions of arrays on the host can check their results, if all ranks count equally."""
         backend = functions.current().backend
         one_operation = backend.begins_with_header("grouped_allreduce", self._compression.value)
-        return self._sums and backend.checks_finite and one_operation
+        return self._keeps_nonfinite and backend.checks_finite and one_operation
 
     @property
     def checks_finite_on_gpu(self) -> bool:
         """As `checks_finite`, for arrays on GPUs."""
-        return self._sums and functions.current().gpu is not None
+        return self._keeps_nonfinite and functions.current().gpu is not None
 
     def can_check(self, values: Sequence[Any]) -> bool:
         """Whether `allreduce_` could check the results of these values, if all ranks count equally."""
@@ -192,7 +194,10 @@ class Reducer:
         the reduction too. None if it needs an exchange of its own. checks: as in `allreduce_`."""
         if (devices := functions.current().gpu) is None or not gpu.all_on_gpu(values):
             return None
-        return devices.prepare(values, self._op, self._title, self._compression, checks and self._sums)
+        return devices.prepare(values, self._request(None, checks and self._keeps_nonfinite))
+
+    def _request(self, weight: float | None, checks: bool) -> ReduceRequest:
+        return ReduceRequest(self._op, self._title, self._compression, weight=weight, checks=checks)
 
     def allreduce_(
         self, plan: Plan, values: list[Any], weight: float | None, checks_finite: bool = False,
@@ -206,8 +211,9 @@ class Reducer:
         Returns the name of the first tensor whose result is not finite, or "".
         """
         devices = functions.current().gpu
-        if prepared is not None and devices is not None:
-            found = _completed(devices.reduce_prepared(prepared))
+        if prepared is not None:
+            assert devices is not None
+            found = _wait_and_find_nonfinite(devices.start_prepared(prepared))
             return "" if found < 0 else plan.tensors[found].name
         kinds, indices = set(map(type, values)), plan.nonempty
         if type(None) in kinds:
@@ -215,7 +221,8 @@ class Reducer:
         if devices is not None and kinds != {np.ndarray}:
             on_gpu = [index for index in indices if gpu.is_device(values[index])]
             if on_gpu:
-                found = _completed(self._start_on_gpu([values[index] for index in on_gpu], weight, checks_finite))
+                there = [values[index] for index in on_gpu]
+                found = _wait_and_find_nonfinite(devices.start(there, self._request(weight, checks_finite)))
                 if found >= 0:
                     return plan.tensors[on_gpu[found]].name
                 indices = [index for index in indices if index not in set(on_gpu)]
@@ -266,15 +273,6 @@ class Reducer:
         if weighted is not array:
             array[...] = weighted
 
-    def _start_on_gpu(
-        self, targets: list[Any], weight: float | None, checks: bool, name: str = "", independent: bool = False
-    ) -> Work[ReductionResult]:
-        devices = functions.current().gpu
-        assert devices is not None
-        return devices.weighted_allreduce_(
-            targets, self._op, name or self._title, self._compression, weight, checks, independent
-        )
-
     def start(
         self, targets: list[Any], weight: float | None, name: str, checks: bool
     ) -> Work[list[Any]] | Work[int] | Work[ReductionResult]:
@@ -287,7 +285,8 @@ class Reducer:
         """
         communicator = functions.current()
         if communicator.gpu is not None and gpu.is_device(targets[0]):
-            return self._start_on_gpu(targets, weight, checks, name, independent=True)
+            request = self._request(weight, checks)._replace(name=name, independent=True)
+            return communicator.gpu.start(targets, request)
         if checks:
             return communicator.checked_allreduce_(targets, self._op, name, self._compression)
         if weight is not None and _weighs([targets[0].dtype]):
@@ -310,14 +309,14 @@ class Reducer:
         return weighted, self._compression if weighted.dtype == array.dtype else Compression.none
 
 
-def _completed(work: Work[ReductionResult]) -> int:
+def _wait_and_find_nonfinite(work: Work[ReductionResult]) -> int:
     """Wait for a reduction of arrays on GPUs. Return the position of the first one whose checked result is not finite,
     or -1."""
     flags = work.wait().flags
     if flags is None:
         return -1
     work.synchronize()
-    return flags.first()
+    return flags.first_position()
 
 
 def _weighs(dtypes: Iterable[np.dtype[Any]]) -> bool:

@@ -51,23 +51,24 @@ def reduce_gradients(
     arena.attach()
     plan = reducer.plan(given.tensors)
     problem, values = given.problem or reducer.refusal(plan), list(given.values)
+    flags = 0 if problem else checks.requests(given.samples)
     # Scan, unless the reduction can check its results.
     prepared = None if problem else reducer.prepare(values, checks.can_defer_scan)
-    if prepared is None:
-        values = [] if problem else writable(given.tensors, values)
+    if prepared is None and not problem:  # prepared gradients are writable and do not overlap
+        values = writable(given.tensors, values)
     defers = not problem and checks.can_defer_scan and reducer.can_check(values)
-    flags = 0 if problem else checks.requests(given.samples) | PREPARED * (prepared is not None)
     if not problem:
+        flags |= PREPARED * (prepared is not None)
         flags |= DEFERRED if defers else checks.scan(plan, values, given.plain)
     # Negotiate.
     missing = not given.plain and any(value is None for value in values)
     with span("negotiate", title):
         fields = reducer.start_negotiation(
-            title, plan.lines, settings, given.samples, flags, missing, overlapped, problem, prepared
+            title, plan.lines, settings, given.samples, flags, missing, overlapped, problem, prepared=prepared
         ).wait()
     agreement = reducer.agreement(fields)
     all_flags, checks_finite = agreement.flags, _all_have(DEFERRED, agreement)
-    if not (agreement.same_order and _all_have(PREPARED, agreement)):
+    if not (agreement.same_preparation and _all_have(PREPARED, agreement)):
         prepared = None
     if not checks_finite and any(flag & DEFERRED for flag in all_flags):
         flags |= checks.scan(plan, values, given.plain) if defers else 0

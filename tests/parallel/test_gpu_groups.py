@@ -78,7 +78,9 @@ def test_a_group_that_comes_again_is_not_looked_through_again(comm, monkeypatch)
             if weight is None:
                 comm.grouped_allreduce(group, op, in_place=True).wait()
             else:
-                comm.gpu.weighted_allreduce_(group, op, "", allred.Compression.none, weight).wait()
+                comm.gpu.start(
+                    group, device_buckets.ReduceRequest(op, "", allred.Compression.none, weight=weight)
+                ).wait()
             expected = -1 if op is allred.Max else -sum(range(1, comm.size + 1)) * (weight or 1)
             for array in group:
                 np.testing.assert_array_equal(host(array), np.full(array.shape, expected))
@@ -103,7 +105,9 @@ def test_arrays_without_gaps_are_reduced_as_they_lie_in_memory(comm, monkeypatch
         for array, value in zip(group, (values, values[0, 0], values[0]), strict=True):
             array[...] = value * (comm.rank + 1)
         for some in (group, group[:1]):
-            comm.gpu.weighted_allreduce_(some, allred.Sum, "", allred.Compression.none, weight).wait()
+            comm.gpu.start(
+                some, device_buckets.ReduceRequest(allred.Sum, "", allred.Compression.none, weight=weight)
+            ).wait()
         total = sum(range(1, comm.size + 1))
         for array, value, size in zip(group, (values, values[0, 0], values[0]), (comm.size, 1, 1), strict=True):
             np.testing.assert_allclose(host(array), value * total * size, rtol=1e-5)
@@ -149,14 +153,18 @@ def test_weighted_gradients(comm, dtype):
     group = [np.arange(4) + 1.0, np.full(3, 1 / 3)]
     mine = [on_gpu((x if comm.rank == 0 else x * np.nan).astype(dtype)) for x in group]
     weight = float(comm.size) if comm.rank == 0 else 0.0
-    comm.gpu.weighted_allreduce_(mine, allred.Average, "", allred.Compression.none, weight).wait()
+    comm.gpu.start(
+        mine, device_buckets.ReduceRequest(allred.Average, "", allred.Compression.none, weight=weight)
+    ).wait()
     for x, y in zip(group, mine, strict=True):
         np.testing.assert_array_equal(host(y), x.astype(dtype))
 
 
 def test_whole_numbers_of_ranks_without_samples_count_for_nothing(comm):
     mine = [on_gpu(np.full(n, 7, np.int32)) for n in (3, 5)]
-    comm.gpu.weighted_allreduce_(mine, allred.Sum, "", allred.Compression.none, float(comm.rank == 0)).wait()
+    comm.gpu.start(
+        mine, device_buckets.ReduceRequest(allred.Sum, "", allred.Compression.none, weight=float(comm.rank == 0))
+    ).wait()
     for x in mine:
         np.testing.assert_array_equal(host(x), np.full(x.shape, 7))
 
@@ -211,8 +219,11 @@ def test_consecutive_buckets_overlap(comm, monkeypatch, operations):
     each = len(arrays) // operations
     groups = [arrays[start : start + each] for start in range(0, len(arrays), each)]
     works = [
-        comm.gpu.weighted_allreduce_(
-            group, allred.Average, f"{number}", allred.Compression.none, None, independent=operations > 1
+        comm.gpu.start(
+            group,
+            device_buckets.ReduceRequest(
+                allred.Average, f"{number}", allred.Compression.none, weight=None, independent=operations > 1
+            ),
         )
         for number, group in enumerate(groups)
     ]
@@ -267,7 +278,9 @@ def test_a_large_array_is_reduced_in_slices(comm, monkeypatch, dtype, compressio
     numbers = np.arange(5003) % 50
     for weight, checks in ((None, False), (None, True), (2.0, False)):
         group = [on_gpu((numbers * (comm.rank + 1)).astype(dtype)), on_gpu(np.full(3, comm.rank, np.int32))]
-        comm.gpu.weighted_allreduce_(group[:1], allred.Average, "", compression, weight, checks).wait()
+        comm.gpu.start(
+            group[:1], device_buckets.ReduceRequest(allred.Average, "", compression, weight=weight, checks=checks)
+        ).wait()
         expected = (numbers * (comm.size + 1) / 2).astype(dtype)
         np.testing.assert_array_equal(host(group[0]), expected * dtype(weight or 1))
 
@@ -282,10 +295,12 @@ def test_results_that_are_not_finite_are_not_written(comm, dtype, gaps):
     last = comm.size - 1
 
     def reduced():
-        work = comm.gpu.weighted_allreduce_(group, allred.Sum, "", allred.Compression.none, None, checks=True)
+        work = comm.gpu.start(
+            group, device_buckets.ReduceRequest(allred.Sum, "", allred.Compression.none, weight=None, checks=True)
+        )
         flags = work.wait().flags
         work.synchronize()
-        return flags.first()
+        return flags.first_position()
 
     for _ in range(2):
         for array in group:

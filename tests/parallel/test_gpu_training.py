@@ -103,6 +103,25 @@ def test_gradients_in_another_memory_order_on_each_rank(world_on_gpus):
         np.testing.assert_allclose(host(grad), values * (comm.size + 1) / 2, rtol=1e-6)
 
 
+def test_ranks_reduce_alike_after_a_step_without_samples(world_on_gpus, monkeypatch):
+    """Whether a rank scans its gradients depends on its samples in this step, not in the step before."""
+    monkeypatch.setattr("allred.comm.device_buckets.BUCKET_BYTES", 4096)
+    comm, model = world_on_gpus, Model(on_gpu)
+    optimizer = allred.distributed(Descent(), op=allred.Sum)
+    for step in range(CHECKED + 3):
+        grads = model.grads(step, comm.rank)
+        samples = 0 if (step, comm.rank) == (CHECKED, 0) and comm.size > 1 else 2
+        optimizer.step(model.params, grads, samples)
+        ranks = range(samples_ranks(step, comm.size), comm.size)
+        expected = np.sum([host(model.grads(step, rank)["w"]) for rank in ranks], axis=0)
+        np.testing.assert_allclose(host(grads["w"]), expected, rtol=1e-5, atol=1e-6)
+
+
+def samples_ranks(step, size):
+    """The first rank that has samples."""
+    return int(step == CHECKED and size > 1)
+
+
 def test_a_step_with_an_overflow_is_skipped(world_on_gpus):
     """All gradients are finite, their sum is not; the next step is as any other."""
     comm, model = world_on_gpus, Model(on_gpu)

@@ -214,7 +214,7 @@ def test_a_process_set_has_the_gpu_that_was_chosen_in_init(everyone, rank, size)
         device = members.communicator().devices.device
         assert device.index == rank
         if size > 2:
-            assert device.stream is not everyone.devices.device.stream
+            assert device.communication is not everyone.devices.device.communication
             assert device.kernels is not everyone.devices.device.kernels
 
 
@@ -244,7 +244,7 @@ def test_overlapping_communicators_launch_in_the_order_in_which_operations_were_
         for work in works[::-1] if rank == 0 else works:
             work.wait()
         MPI.COMM_WORLD.Barrier()
-    assert launched == [each.devices.device.stream.ptr for each in communicators]
+    assert launched == [each.devices.device.communication.ptr for each in communicators]
 
 
 def test_an_operation_that_fails_gives_up_its_turn(everyone, rank, size):
@@ -278,7 +278,6 @@ def test_ranks_that_have_joined_are_left_out(everyone, rank, size):
 
 def test_functions_of_nccl(everyone, rank, size):
     """Parts of the same size by one function of NCCL, others in a group of calls. The sums are those of the host."""
-    calls = everyone.devices._nccl.calls if everyone.devices._nccl else []
     for dtype in (np.float32, ml_dtypes.bfloat16, np.int16):
         for rows in (2 * size, 2 * size + 1):
             values = [contract.data(r, (rows, 3), dtype) for r in range(size)]
@@ -334,3 +333,8 @@ def test_16_bit_floats_in_slices(comm, monkeypatch):
             assert comm.allreduce(here, op, in_place=True).wait() is here
             np.testing.assert_array_equal(host(here), there)
             np.testing.assert_array_equal(host(comm.allreduce(on_gpu(x), op).wait()), there)
+        if comm.devices.name == "nccl" and count == 200:
+            comm.devices._nccl.calls.clear()
+            comm.allreduce(on_gpu(np.ones(192, np.float16)), allred.Sum).wait()
+            assert comm.devices._nccl.calls.count("allGather") == 3
+            assert "broadcast" not in comm.devices._nccl.calls

@@ -43,13 +43,13 @@ def test_nothing_of_what_is_right(comm):
 
 
 def test_an_operation_that_does_not_wait_for_its_caller(comm, monkeypatch):
-    monkeypatch.setattr(streams.StreamLease, "enter", lambda lease, stream=None: stream or lease._device.stream)
+    monkeypatch.setattr(streams.StreamLease, "enter", lambda lease, stream=None: stream or lease._device.communication)
     reduced(comm)
     assert "allReduce does not wait for the caller's computation" in cuda_stand_in.problems[0]
 
 
 def test_a_caller_that_does_not_wait_for_its_result(comm, monkeypatch):
-    monkeypatch.setattr(streams.Completion, "order", lambda completion: None)
+    monkeypatch.setattr(streams.Completion, "order_callers", lambda completion: None)
     host(reduced(comm))
     assert "the caller's computation does not wait for allReduce" in cuda_stand_in.problems[0]
 
@@ -67,7 +67,7 @@ def test_a_result_in_the_memory_of_the_communication_stream(comm, monkeypatch):
 
 
 def results_on_the_communication_stream(lease, wanted):
-    with lease._device.stream:
+    with lease._device.communication:
         return [lease._device.xp.empty(shape, dtype) for shape, dtype in wanted]
 
 
@@ -92,7 +92,7 @@ def test_ranks_that_call_nccl_in_different_orders(comm):
         assert standin_gpu.launch_problem(MPI.COMM_WORLD) == ""
         nccl = [one.devices._nccl for one in both]
         for one in nccl if comm.rank else reversed(nccl):
-            one._note("allReduce", comm.devices.device.stream.ptr, (3, 7, 0), None, None)
+            one._note("allReduce", comm.devices.device.communication.ptr, (3, 7, 0), None, None)
         problem = standin_gpu.launch_problem(MPI.COMM_WORLD)
         assert ("call 0 that ranks 0 and 1 share" in problem) == (comm.size > 1)
 

@@ -55,7 +55,7 @@ def test_an_operation_is_ordered_after_its_caller_and_before_its_waiters(device,
     end = lease.end(None)
     assert not caller.follows(moved)
     other.stream = Stream.known[78]  # the caller waits inside `with torch.cuda.stream(...)`
-    end.order()
+    end.order_callers()
     assert (other.stream if foreign else caller).follows(moved)
     assert stack[-1].follows(moved)
 
@@ -87,7 +87,7 @@ def test_memory_is_kept_until_the_gpu_is_through(device):
     assert [what for _, what in device._kept] == [second, None]
 
 
-@pytest.mark.parametrize("call", ["order", "done", "synchronize"])
+@pytest.mark.parametrize("call", ["order_callers", "done", "synchronize"])
 def test_the_memory_of_the_last_operation_is_released_without_another(device, call):
     array = Array((3,))
     end, left = device.lease().end(array), weakref.ref(array)
@@ -102,15 +102,15 @@ def test_the_memory_of_the_last_operation_is_released_without_another(device, ca
 def test_a_gpu_that_has_failed_is_an_error(device):
     end = device.lease().end(None)
     end.event.status = 700
-    for call in (end.done, end.order):
+    for call in (end.done, end.order_callers):
         with pytest.raises(RuntimeError, match="CUDA error 700"):
             call()
 
 
 def test_each_communicator_has_a_stream_of_high_priority(device):
     other = device.sibling()
-    assert other.stream.priority == device.stream.priority < 0
-    assert other.stream is not device.stream
+    assert other.communication.priority == device.communication.priority < 0
+    assert other.communication is not device.communication
     assert other.kernels is not device.kernels
     assert other.launches is device.launches
     end = device.lease().end(None)
@@ -128,7 +128,7 @@ def test_each_thread_that_takes_a_stream_uses_the_gpu_of_the_rank(cupy, monkeypa
         with lease.enter():
             used.append(fake_cupy.current.gpu)
 
-    for call in (device.lease, enqueue, end.order, device.sibling):
+    for call in (device.lease, enqueue, end.order_callers, device.sibling):
         thread = threading.Thread(target=lambda call=call: (call(), used.append(fake_cupy.current.gpu)))
         thread.start()
         thread.join()

@@ -18,7 +18,7 @@ class End:
     over = False
     ordered = synchronized = 0
 
-    def order(self):
+    def order_callers(self):
         self.ordered += 1
 
     def done(self):
@@ -52,7 +52,7 @@ def test_completed_operations_are_released(guard):
     work._end.over = True
     guard.check_running(time.monotonic() + 1000)
     assert not guard._running
-    work.order()
+    work.order_callers()
     assert work.done()
     assert (work._end.ordered, guard.failure) == (1, None)
 
@@ -63,7 +63,7 @@ def test_beyond_the_limit_nccl_is_aborted_and_everything_raises(guard):
     assert not guard._communicator.aborted
     guard.check_running(time.monotonic() + 11)
     assert guard._communicator.aborted == 1
-    for call in (work.order, work.done, work.synchronize, guard.check):
+    for call in (work.order_callers, work.done, work.synchronize, guard.check):
         with pytest.raises(CollectiveTimeout, match=r"allreduce 'w': not complete on the GPU after 10 s.*NCCL_DEBUG"):
             call()
     assert work._end.ordered == 0
@@ -77,7 +77,7 @@ def test_an_error_of_nccl_is_raised_with_its_text(guard):
     guard.check_running(time.monotonic())
     assert guard._communicator.aborted == 1
     with pytest.raises(AllredError, match=r"broadcast: NCCL: NCCL_ERROR_REMOTE_ERROR: remote.*NCCL_DEBUG=WARN"):
-        work.order()
+        work.order_callers()
 
 
 class Line:
@@ -147,12 +147,12 @@ def test_an_error_of_cuda_ends_the_operation(guard, monkeypatch):
     end = End()
     work = guard.watch(end, "allreduce 'w'")
     monkeypatch.setattr(end, "done", raising)
-    monkeypatch.setattr(end, "order", raising)
+    monkeypatch.setattr(end, "order_callers", raising)
     monkeypatch.setattr(end, "synchronize", raising)
     guard.check_running(time.monotonic())
     assert guard._communicator.aborted == 1
     assert "allreduce 'w': RuntimeError: cudaErrorIllegalAddress" in str(guard.failure)
-    for call in (work.done, work.order, work.synchronize):
+    for call in (work.done, work.order_callers, work.synchronize):
         guard.failure = None
         with pytest.raises(AllredError, match="cudaErrorIllegalAddress"):
             call()

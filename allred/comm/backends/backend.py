@@ -7,6 +7,7 @@ Each backend documents whether results are reproducible from run to run.
 A communicator has one host backend, which exchanges the headers of all operations, and may have a device backend.
 """
 
+import itertools
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from allred.arrays import Array, as_bytes
 from allred.comm.ops import ReduceOp, narrow, widen
 from allred.comm.work import Steps
 from allred.errors import AllredError, InputError
-from allred.gpu.fusion_buffers import GpuFusionBuffers
+from allred.gpu.fusion_buffers import GpuFusionBuffer
 from allred.gpu.streams import Completion, Device, StreamLease
 from allred.timeline.recorder import Track
 
@@ -149,7 +150,7 @@ class DeviceBackend(ABC):
     def __init__(self, device: Device) -> None:
         self.device = device
         self.sent_bytes = 0  # contributed to allreduces so far, in their wire dtype
-        self.fusion_buffers = GpuFusionBuffers(device)
+        self.fusion_buffers = itertools.cycle([GpuFusionBuffer(device), GpuFusionBuffer(device)])
 
     def ready(self) -> Steps[None]:
         """Connect to the other ranks, if necessary. Collective."""

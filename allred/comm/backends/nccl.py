@@ -3,7 +3,7 @@
 The NCCL communicator is created when it is first used. NCCL blocks until all ranks create it, so a thread does that,
 and this rank waits as for any operation, with the time limit and its messages.
 
-NCCL gets other dtypes and operators for some, so that results are those of the other backends (ops.py):
+Some dtypes and operators are converted before NCCL, so that results equal those of the other backends (ops.py):
 
     bool                            as uint8: Min and Product are its minimum, Max its maximum
     int16                           as int32; truncation makes it wrap around
@@ -32,6 +32,7 @@ from allred.comm.ops import ReduceOp
 from allred.comm.work import Steps, WorkQueue
 from allred.errors import AllredError
 from allred.gpu.device_arrays import HALF_DTYPES, half_to_float32, round_to_half
+from allred.gpu.kernels import ALIGNED_HALVES
 from allred.gpu.streams import Completion, Device, StreamLease
 
 _OPS = {
@@ -43,7 +44,6 @@ _OPS = {
 }
 
 _SLICE_ELEMENTS = 2**24  # of 16-bit floats: 32 MiB
-_ALIGNED_HALVES = 8  # 16-bit floats of 16 bytes
 
 _WIDE = {"bool": "uint8", "int16": "int32"}
 _KEYS = {"float16": "int32", "bfloat16": "int32", "float32": "int32", "float64": "int64"}
@@ -159,11 +159,13 @@ class NcclBackend(DeviceBackend):
 
     def _allreduce_halves(self, stream: Any, source: Any, target: Any, name: str, op: ReduceOp) -> None:
         """Reduce 16-bit floats: each rank receives one part of the elements of all ranks, reduces it, and sends the
-        result to all. In slices, because the parts that arrive need memory."""
+        result to all. In slices of about 32 MiB, because the parts that arrive need memory."""
         rank, size = self._host.rank, self._host.size
-        for start in range(0, source.size, _SLICE_ELEMENTS):
-            stop = min(source.size, start + _SLICE_ELEMENTS)
-            share = -(-(stop - start) // (size * _ALIGNED_HALVES)) * _ALIGNED_HALVES
+        slices, multiple = max(1, round(source.size / _SLICE_ELEMENTS)), size * ALIGNED_HALVES
+        step = -(-source.size // (slices * multiple)) * multiple  # parts of the same size, except at the end
+        for start in range(0, source.size, step):
+            stop = min(source.size, start + step)
+            share = -(-(stop - start) // multiple) * ALIGNED_HALVES
             ends = [min(start + share * each, stop) for each in range(size + 1)]
             parts = [source[low:high] for low, high in itertools.pairwise(ends)]
             results = [target[low:high] for low, high in itertools.pairwise(ends)]
@@ -212,20 +214,20 @@ class NcclBackend(DeviceBackend):
 
     def alltoall(self, lease: StreamLease, send: Any, recv: Any, counts: arrays.Array) -> Steps[None]:
         yield from ()
-        rank = self._host.rank
+        rank, uint8 = self._host.rank, self._type("uint8")
+        send_counts, recv_counts = counts[rank].tolist(), counts[:, rank].tolist()
+        sent, received = (
+            [whole[low:high] for low, high in itertools.pairwise(itertools.accumulate(each, initial=0))]
+            for whole, each in ((send, send_counts), (recv, recv_counts))
+        )
         with lease.enter() as stream:
-            self._alltoall(stream, send, recv, counts[rank].tolist(), counts[:, rank].tolist())
-
-    def _alltoall(self, stream: Any, send: Any, recv: Any, to: list[int], come: list[int]) -> None:
-        out, back, kind = np.cumsum([0, *to]).tolist(), np.cumsum([0, *come]).tolist(), self._type("uint8")
-        rank = self._host.rank
-        recv[back[rank] : back[rank + 1]] = send[out[rank] : out[rank + 1]]
-        with self._group():
-            for peer in range(self._host.size):
-                if peer != rank and to[peer]:
-                    self._call("send", send[out[peer] : out[peer + 1]], to[peer], kind, peer, stream.ptr)
-                if peer != rank and come[peer]:
-                    self._call("recv", recv[back[peer] : back[peer + 1]], come[peer], kind, peer, stream.ptr)
+            received[rank][...] = sent[rank]
+            with self._group():
+                for peer in range(self._host.size):
+                    if peer != rank and send_counts[peer]:
+                        self._call("send", sent[peer], send_counts[peer], uint8, peer, stream.ptr)
+                    if peer != rank and recv_counts[peer]:
+                        self._call("recv", received[peer], recv_counts[peer], uint8, peer, stream.ptr)
 
     def reducescatter(
         self, lease: StreamLease, flat: Any, out: Any, name: str, counts: list[int], op: ReduceOp
@@ -235,12 +237,15 @@ class NcclBackend(DeviceBackend):
         bounds = list(itertools.pairwise(itertools.accumulate(counts, initial=0)))
         with lease.enter() as stream:
             if self._sums_halves(name, op):
-                stride = -(-max(counts) // _ALIGNED_HALVES) * _ALIGNED_HALVES
+                stride = -(-max(counts) // ALIGNED_HALVES) * ALIGNED_HALVES
                 self._combine(stream, [flat[low:high] for low, high in bounds], out, stride, name, op)
                 return
             how = wire_format(name, op)
             moved = encode(xp, flat, name, how)
-            result = _result(name, xp.empty(out.size, moved.dtype) if moved is not flat else flat, flat, out)
+            if moved is flat or name == "bool":
+                result = _result(name, flat, flat, out)
+            else:
+                result = xp.empty(out.size, moved.dtype)
             dtype, nccl_op = self._type(how.name), self._op(how.op)
             if len(set(counts)) == 1:
                 self._call("reduceScatter", moved, result, counts[0], dtype, nccl_op, stream.ptr)

@@ -194,9 +194,9 @@ class Guarded(Completion):
     def __init__(self, guard: Guard, end: Completion) -> None:
         self._guard, self._end = guard, end
 
-    def order(self) -> None:
+    def order_callers(self) -> None:
         self._guard.check()
-        self._checked(self._end.order)
+        self._checked(self._end.order_callers)
 
     def done(self) -> bool:
         self._guard.check()

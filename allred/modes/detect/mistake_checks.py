@@ -61,7 +61,8 @@ class MistakeChecks:
 
     @property
     def can_defer_scan(self) -> bool:
-        """Whether the gradients of this step must be finite, so that the reduction may check its results instead."""
+        """Whether the gradients of this step must be finite, so that the reduction may check its results instead. Call
+        `requests` before."""
         return self.policy != "ignore" and self._samples != 0
 
     def scan(self, plan: Plan, values: Sequence[Any], plain: bool = False) -> int:
