@@ -1,12 +1,11 @@
-"""Host time of reductions of ResNet-50's 161 gradients on a GPU, without one: `make bench-gpu-host`.
+"""Host time of reductions of ResNet-50's 161 gradients on a GPU, on a machine without one: `make bench-gpu-host`.
 
-The arrays are real cupy arrays, in host memory, which nothing reads. All calls of CUDA and NCCL do nothing. So the time
-is that of Python and of the header exchange between the ranks, beside the calls themselves; their numbers are printed
-too. Median of each rank, the slowest rank; the ranks start each sample together.
+The arrays are cupy arrays over host memory; no data is read. All calls of CUDA and NCCL do nothing. So the time is that
+of Python and of the header exchange between the ranks. Each line also shows the number of calls and the time that they
+need here. The ranks start each sample together; its time is that of the slowest rank.
 """
 
 import collections
-import sys
 import time
 from typing import Any
 
@@ -18,13 +17,14 @@ from allred import startup
 from allred.bench import measure, verify
 from allred.comm import functions
 from allred.comm.create import add_device
+from allred.comm.device_buckets import NonfiniteFlags
 from allred.gpu import device_arrays, streams
 
-SAMPLES = 300
+WARM_UP, SAMPLES = 20, 300
 calls: collections.Counter[str] = collections.Counter()
 
 
-class Nothing:
+class NullObject:
     """A stream, an event, a communicator or a module of CUDA whose functions do nothing and are counted."""
 
     done = True
@@ -38,7 +38,7 @@ class Nothing:
 
         return call
 
-    def __enter__(self) -> "Nothing":
+    def __enter__(self) -> "NullObject":
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -49,7 +49,7 @@ class Nothing:
 
 
 def on_gpu(value: Any) -> Any:
-    """A cupy array that claims to be on GPU 0, in the memory of a numpy array."""
+    """Return a cupy array over the memory of a numpy array, which reports GPU 0."""
     return device_arrays._view(value.ctypes.data, value.shape, value.dtype, value.strides, value, 0)
 
 
@@ -65,19 +65,19 @@ class Runtime:
 class Cuda:
     """cupy.cuda."""
 
-    Stream = Event = Device = Nothing
+    Stream = Event = Device = NullObject
     runtime = Runtime
-    default = Nothing()
+    default = NullObject()
 
     @staticmethod
-    def get_current_stream() -> Nothing:
+    def get_current_stream() -> NullObject:
         return Cuda.default
 
 
 class Cupy:
     """cupy."""
 
-    cuda, RawModule, ndarray = Cuda, Nothing, cupy.ndarray
+    cuda, RawModule, ndarray = Cuda, NullObject, cupy.ndarray
 
     @staticmethod
     def zeros(shape: Any, dtype: Any) -> Any:
@@ -90,12 +90,12 @@ class NullDevice(streams.Device):
     """The GPU of this rank, whose calls do nothing."""
 
     def __init__(self) -> None:
-        self.xp, self.index, self._gpu, self.launches = Cupy, 0, Nothing(), streams.LaunchOrder()
-        self.nccl = type("Nccl", (Nothing,), {f"NCCL_{n}": 0 for n in ("UINT8", "FLOAT32", "SUM", "FLOAT16")})()
+        self.xp, self.index, self._gpu, self.launches = Cupy, 0, NullObject(), streams.LaunchOrder()
+        self.nccl = type("Nccl", (NullObject,), {f"NCCL_{n}": 0 for n in ("UINT8", "FLOAT32", "SUM", "FLOAT16")})()
         self._add_streams()
 
     def communicator(self, *_: Any) -> Any:
-        return Nothing()
+        return NullObject()
 
     def pinned(self, count: int) -> Any:
         return np.zeros(count, np.uint8)
@@ -113,7 +113,7 @@ class NoUpdate:
 
 def empty_calls_us(made: dict[str, int]) -> float:
     """Time of these calls here, in microseconds."""
-    nothing = Nothing()
+    nothing = NullObject()
     times = []
     for _ in range(SAMPLES):
         start = time.perf_counter()
@@ -127,21 +127,23 @@ def empty_calls_us(made: dict[str, int]) -> float:
 def main() -> None:
     startup.add_devices = lambda communicator, *_: add_device(communicator, NullDevice(), staged=False)
     allred.init(banner=False, check_steps=0)
+    NonfiniteFlags.clear = lambda _: calls.update(["memset"])  # the real array calls CUDA
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
     grads = [on_gpu(np.ones(shape, np.float32)) for shape in verify.SETS["resnet50"]()]
     params = {str(number): grad for number, grad in enumerate(grads)}
-    named = dict(params)
     opt = allred.distributed(NoUpdate())
     group = functions.current()
     cases = {
         "grouped_allreduce_(Sum)": lambda: group.grouped_allreduce(grads, allred.Sum, in_place=True).wait(),
         "grouped_allreduce_(Average)": lambda: group.grouped_allreduce(grads, allred.Average, in_place=True).wait(),
-        "step() of an optimizer that does nothing": lambda: opt.step(params, named),
+        "step() of an optimizer that does nothing": lambda: opt.step(params, dict(params)),
     }
     for title, call in cases.items():
         times = []
+        for _ in range(WARM_UP):
+            call()
         for _ in range(SAMPLES):
             calls.clear()
             comm.Barrier()
@@ -151,9 +153,11 @@ def main() -> None:
         slowest = measure.slowest(times, comm)
         if comm.Get_rank() == 0:
             median, p10 = (1e6 * float(np.quantile(slowest, part)) for part in (0.5, 0.1))
-            made = {name: count for name, count in calls.items() if name != "eventQuery"}  # of the guard's thread
+            made = {
+                name: count for name, count in calls.items() if name != "eventQuery"
+            }  # the guard's thread adds some
             print(f"{title}: {median:.0f} us, p10 {p10:.0f}; of these {empty_calls_us(made):.0f} for calls: {made}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

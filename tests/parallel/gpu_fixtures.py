@@ -23,7 +23,7 @@ def connect(transport, native_halves=False):
 
 @pytest.fixture(scope="module", params=["nccl", "staged"])
 def connected(request):
-    """One for all tests."""
+    """One communicator per module."""
     communicator = connect(request.param)
     yield communicator
     communicator.barrier().wait()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import standin_gpu
 import test_collectives as contract
-from gpu_fixtures import comm, connected, everyone, world_on_gpus  # noqa: F401
+from gpu_fixtures import comm, connected  # noqa: F401
 from standin_gpu import host, on_gpu
 
 import allred
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.mpi
 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("op", [allred.Sum, allred.Average])
-def test_a_group_travels_in_buckets(comm, in_place, op, monkeypatch):
+def test_a_group_is_reduced_in_buckets(comm, in_place, op, monkeypatch):
     """Small tensors of a dtype in one, a large one alone; of other layouts; the gaps between tensors do no harm."""
     monkeypatch.setattr("allred.comm.device_buckets.BUCKET_BYTES", 4096)
     shapes = [(3,), (), (0,), (1009,), (2, 2), (5,), (7,)]
@@ -39,7 +39,7 @@ def test_a_group_travels_in_buckets(comm, in_place, op, monkeypatch):
     contract.twice(check)
 
 
-class Alike:
+class SimilarGroups:
     """Groups on the same memory, each of which differs in one thing from the one before it in this list."""
 
     def __init__(self):
@@ -63,16 +63,15 @@ class Alike:
         return self.memory[where].reshape(shape)
 
 
-def test_a_group_that_comes_again_is_not_looked_through_again(comm, monkeypatch):
-    """It is the same if all that matters is, whoever owns the memory now. What is strided is looked at every time, and
-    what travels where it lies."""
+def test_a_cached_group_is_not_validated_again(comm, monkeypatch):
+    """Whoever owns the memory now. Arrays with gaps are validated each time, and arrays that are reduced in place."""
     looked = []
     monkeypatch.setattr(device_operation, "adopt", lambda value: looked.append(1) or standin_gpu.adopt(value))
-    alike = Alike()
-    for group, op, weight in alike.groups * 2:
+    similar = SimilarGroups()
+    for group, op, weight in similar.groups * 2:
         for _ in range(2):
             looked.clear()
-            alike.memory[...] = 7
+            similar.memory[...] = 7
             for array in group:
                 array[...] = -1 - comm.rank
             if weight is None:
@@ -84,7 +83,7 @@ def test_a_group_that_comes_again_is_not_looked_through_again(comm, monkeypatch)
             expected = -1 if op is allred.Max else -sum(range(1, comm.size + 1)) * (weight or 1)
             for array in group:
                 np.testing.assert_array_equal(host(array), np.full(array.shape, expected))
-            assert np.count_nonzero(host(alike.memory) == 7) == 4000 - sum(array.size for array in group)
+            assert np.count_nonzero(host(similar.memory) == 7) == 4000 - sum(array.size for array in group)
         packed = len(group) > 1 or weight is not None
         assert (len(looked) == 0) == (packed and all(array.flags.c_contiguous for array in group))
 
@@ -114,8 +113,8 @@ def test_arrays_without_gaps_are_reduced_as_they_lie_in_memory(comm, monkeypatch
         assert bool(copied) == (differing and comm.size > 1)
 
 
-def test_a_group_that_comes_again_is_looked_at_before_the_ranks_agree(comm, monkeypatch):
-    """Behind that nobody would hear of what is wrong with it."""
+def test_a_cached_group_is_validated_before_the_header_exchange(comm, monkeypatch):
+    """After the exchange, other ranks would not receive the error."""
     looked, wanted = [], device_buckets.ReduceRequest(allred.Sum, "", allred.Compression.none, in_place=True)
     whole = on_gpu(np.ones(1000))
     comm.grouped_allreduce([whole], allred.Sum, in_place=True).wait()
@@ -124,7 +123,7 @@ def test_a_group_that_comes_again_is_looked_at_before_the_ranks_agree(comm, monk
     assert len(looked) == 1
 
 
-def test_a_group_that_has_come_is_its_callers_alone(comm):
+def test_the_cache_keeps_no_arrays_alive(comm):
     group = [on_gpu(np.ones(shape, np.float32)) for shape in [(3, 4), (12,)]]
     left = [weakref.ref(array) for array in group]
     for _ in range(2):
@@ -136,7 +135,7 @@ def test_a_group_that_has_come_is_its_callers_alone(comm):
     assert all(one() is None for one in left)
 
 
-def test_groups_that_have_come_may_still_differ_between_ranks(comm):
+def test_cached_groups_that_differ_between_ranks_are_a_mismatch(comm):
     if comm.size == 1:
         return
     one = [on_gpu(np.ones(shape, np.float32)) for shape in [(3, 4), (12,)]]
@@ -181,16 +180,16 @@ def test_compression_gives_what_the_other_backends_give(comm, dtype, compression
     np.testing.assert_array_equal(host(here).astype(half), there.astype(half))
 
 
-class Order:
+class EnqueueLog:
     """What each kernel and each allReduce follows: the clock of its stream when it is enqueued, and its own work."""
 
     def __init__(self, monkeypatch):
         self.enqueued = []
         for name in ("pack", "unpack"):
-            monkeypatch.setitem(standin_gpu.FUSE, name, self.noting(name, standin_gpu.FUSE[name]))
-        monkeypatch.setattr(standin_gpu.Nccl, "allReduce", self.noting("allReduce", standin_gpu.Nccl.allReduce))
+            monkeypatch.setitem(standin_gpu.FUSE, name, self.wrap(name, standin_gpu.FUSE[name]))
+        monkeypatch.setattr(standin_gpu.Nccl, "allReduce", self.wrap("allReduce", standin_gpu.Nccl.allReduce))
 
-    def noting(self, title, function):
+    def wrap(self, title, function):
         def noted(*arguments, **more):
             stream = cuda_stand_in.Stream.at(arguments[-1]) if title == "allReduce" else cuda_stand_in.current()
             before = dict(stream.before)
@@ -214,7 +213,7 @@ def test_consecutive_buckets_overlap(comm, monkeypatch, operations):
     if comm.devices.name != "nccl":
         return
     monkeypatch.setattr("allred.comm.device_buckets.BUCKET_BYTES", 4096)
-    order = Order(monkeypatch)
+    order = EnqueueLog(monkeypatch)
     arrays = [on_gpu(np.full(300, comm.rank, np.float32)) for _ in range(12)]
     each = len(arrays) // operations
     groups = [arrays[start : start + each] for start in range(0, len(arrays), each)]

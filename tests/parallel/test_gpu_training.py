@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import standin_gpu
-from gpu_fixtures import comm, connected, everyone, world_on_gpus  # noqa: F401
+from gpu_fixtures import comm, connected, world_on_gpus  # noqa: F401
 from standin_gpu import DeviceArray, host, on_gpu
 
 import allred
@@ -65,7 +65,7 @@ def test_training_gives_what_it_gives_on_the_host(world_on_gpus, samples):
         np.testing.assert_allclose(host(there.params[name]), value, rtol=2e-5, atol=1e-6)
 
 
-def test_nan_on_a_gpu_is_found_before_it_is_everyones(world_on_gpus):
+def test_nan_on_a_gpu_is_found_before_the_update(world_on_gpus):
     comm, model = world_on_gpus, Model(on_gpu)
     optimizer = allred.distributed(allred.optim.SGD(lr=0.1), nonfinite="raise")
     grads = model.grads(0, 0)
@@ -78,7 +78,7 @@ def test_nan_on_a_gpu_is_found_before_it_is_everyones(world_on_gpus):
 
 def test_a_step_exchanges_one_header_and_waits_for_the_gpu_once(world_on_gpus):
     comm, model = world_on_gpus, Model(on_gpu)
-    optimizer = allred.distributed(Descent())
+    optimizer = allred.distributed(UserSGD())
     for step in range(CHECKED + 2):
         grads = model.grads(step, comm.rank)
         cuda_stand_in.gpu.synchronized, before = 0, comm.operations
@@ -94,7 +94,7 @@ def test_a_step_exchanges_one_header_and_waits_for_the_gpu_once(world_on_gpus):
 def test_gradients_in_another_memory_order_on_each_rank(world_on_gpus):
     """The header of the step tells the ranks."""
     comm, params = world_on_gpus, {"w": on_gpu(np.zeros((4, 5, 6), np.float32))}
-    optimizer = allred.distributed(Descent())
+    optimizer = allred.distributed(UserSGD())
     values = np.random.default_rng(0).normal(size=(4, 5, 6)).astype(np.float32)
     for step in range(CHECKED + 4):
         mine = values * (comm.rank + 1)
@@ -107,7 +107,7 @@ def test_ranks_reduce_alike_after_a_step_without_samples(world_on_gpus, monkeypa
     """Whether a rank scans its gradients depends on its samples in this step, not in the step before."""
     monkeypatch.setattr("allred.comm.device_buckets.BUCKET_BYTES", 4096)
     comm, model = world_on_gpus, Model(on_gpu)
-    optimizer = allred.distributed(Descent(), op=allred.Sum)
+    optimizer = allred.distributed(UserSGD(), op=allred.Sum)
     for step in range(CHECKED + 3):
         grads = model.grads(step, comm.rank)
         samples = 0 if (step, comm.rank) == (CHECKED, 0) and comm.size > 1 else 2
@@ -125,7 +125,7 @@ def samples_ranks(step, size):
 def test_a_step_with_an_overflow_is_skipped(world_on_gpus):
     """All gradients are finite, their sum is not; the next step is as any other."""
     comm, model = world_on_gpus, Model(on_gpu)
-    optimizer = allred.distributed(Descent(), nonfinite="skip", op=allred.Sum)
+    optimizer = allred.distributed(UserSGD(), nonfinite="skip", op=allred.Sum)
     for step in range(CHECKED + 3):
         grads = model.grads(step, comm.rank)
         before = {name: host(param).copy() for name, param in model.params.items()}
@@ -148,7 +148,7 @@ def test_a_gradient_that_a_rank_lacks_counts_as_zeros(world_on_gpus):
     np.testing.assert_allclose(host(model.params["b"]), expected, rtol=1e-6, atol=1e-7)
 
 
-class Descent:
+class UserSGD:
     """An optimizer that is the user's own, for arrays of one kind."""
 
     def step(self, params, grads):
@@ -164,13 +164,13 @@ class Descent:
     "options",
     [{"accumulate": 3}, {"clip_norm": 0.5}, {"scaler": 1024.0}, {"accumulate": 2, "clip_norm": 0.5, "scaler": 8}],
 )
-def test_what_is_done_with_gradients_is_done_where_they_are(world_on_gpus, place, dtype, options):
+def test_gradients_are_accumulated_clipped_and_unscaled_on_their_gpu(world_on_gpus, place, dtype, options):
     """Of any framework's arrays, and to the numbers that it gives on the host."""
     comm, params, norms = world_on_gpus, {}, {}
     shapes = {"w": (40, 30), "b": (30,), "s": (), "e": (0,)}
     for kind in (place, np.array):
         scaler = allred.GradScaler(init_scale=options["scaler"]) if "scaler" in options else None
-        opt = allred.distributed(Descent(), **{**options, "scaler": scaler})
+        opt = allred.distributed(UserSGD(), **{**options, "scaler": scaler})
         params[kind] = {name: kind(np.zeros(shape, dtype)) for name, shape in shapes.items()}
         for step in range(4):
             rng = np.random.default_rng([step, comm.rank])
@@ -194,10 +194,10 @@ def test_what_is_done_with_gradients_is_done_where_they_are(world_on_gpus, place
 CHECKED = 3  # steps, which communicate in step() (modes/detect)
 
 
-def early(place, names, steps, change=lambda step, grads: grads, samples=None):
-    """The parameters after so many steps, those gradients given as they are ready; and the optimizer."""
+def train_with_overlap(place, names, steps, change=lambda step, grads: grads, samples=None):
+    """Train with opt.reduce for the gradients in `names`. Return the parameters and the optimizer."""
     params, rank = {name: place(np.zeros(shape, np.float32)) for name, shape in SHAPES.items()}, allred.rank()
-    opt = allred.distributed(Descent(), bucket_bytes=4096)
+    opt = allred.distributed(UserSGD(), bucket_bytes=4096)
     for step in range(steps):
         rng = np.random.default_rng([step, rank])
         grads = {name: place(rng.normal(size=shape).astype(np.float32)) for name, shape in SHAPES.items()}
@@ -220,18 +220,18 @@ class Caller:
     """A stream that gradients are computed on."""
 
     def __init__(self, ptr):
-        self.ptr, self.behind = ptr, []
+        self.ptr, self.waited_events = ptr, []
 
     def record(self):
         return self.ptr
 
     def wait_event(self, event):
-        self.behind.append(event)
+        self.waited_events.append(event)
 
 
 def test_gradients_of_a_step_may_come_on_several_streams(world_on_gpus, monkeypatch):
     """A bucket goes out in the last one's call, or in the step."""
-    _, opt = early(on_gpu, list(SHAPES), CHECKED + 1)
+    _, opt = train_with_overlap(on_gpu, list(SHAPES), CHECKED + 1)
     for _ in range(2):
         grads = {name: on_gpu(np.ones(shape, np.float32)) for name, shape in SHAPES.items()}
         callers = [Caller(ptr) for ptr in range(len(grads) + 1)]
@@ -240,13 +240,13 @@ def test_gradients_of_a_step_may_come_on_several_streams(world_on_gpus, monkeypa
             opt.reduce(name, grad)
         monkeypatch.setattr("allred.gpu.device_arrays.current_stream", lambda _, last=callers[-1]: last)
         opt.step({name: on_gpu(np.zeros(shape, np.float32)) for name, shape in SHAPES.items()}, grads)
-        assert [caller.behind for caller in callers] == [[], *[[ptr] for ptr in range(len(grads))]]
+        assert [caller.waited_events for caller in callers] == [[], *[[ptr] for ptr in range(len(grads))]]
 
 
 @pytest.mark.parametrize("place", [on_gpu, standin_gpu.Tensor, on_both])
 @pytest.mark.parametrize("samples", [None, "uneven"])
-def test_gradients_that_come_early_give_what_they_give_in_the_step(world_on_gpus, place, samples):
-    """Also where the last rank lacks one, and another is nobody's for a while."""
+def test_early_gradients_give_the_result_of_the_step(world_on_gpus, place, samples):
+    """Also if the last rank lacks one, and if all ranks lack another until step 5."""
     last = world_on_gpus.rank == world_on_gpus.size - 1
     samples = None if samples is None else 3 + world_on_gpus.rank
 
@@ -254,7 +254,7 @@ def test_gradients_that_come_early_give_what_they_give_in_the_step(world_on_gpus
         return grads | {"b": None if last else grads["b"], "x": None if step < 5 else grads["x"]}
 
     def given(names):
-        return early(place, names, CHECKED + 4, change, samples)[0]
+        return train_with_overlap(place, names, CHECKED + 4, change, samples)[0]
 
     expected = given([])
     for names in (["w", "v"], ["v", "e", "s", "w"]):
@@ -264,7 +264,7 @@ def test_gradients_that_come_early_give_what_they_give_in_the_step(world_on_gpus
 
 def test_gradients_on_a_gpu_go_out_before_the_step(world_on_gpus):
     """The host waits for none of them."""
-    _, opt = early(on_gpu, list(SHAPES), CHECKED + 1)
+    _, opt = train_with_overlap(on_gpu, list(SHAPES), CHECKED + 1)
     grads = {name: on_gpu(np.full(shape, 1.0 + allred.rank(), np.float32)) for name, shape in SHAPES.items()}
     cuda_stand_in.gpu.synchronized = 0
     for name, grad in grads.items():
@@ -281,7 +281,7 @@ def test_gradients_on_a_gpu_go_out_before_the_step(world_on_gpus):
     np.testing.assert_allclose(host(grads["w"]), (1 + allred.size()) / 2)
 
 
-ODD = {  # what becomes of gradients, and the words for it
+MISTAKES = {  # a wrong gradient, and the expected error
     "elsewhere": (lambda grads: {"w": host(grads["w"])}, "'w' is on the host, and was on a GPU when"),
     "elsewhere in step": (lambda grads: {"v": host(grads["v"])}, "'v' is on the host, and was on a GPU when"),
     "shape": (lambda grads: {"w": grads["w"][:3]}, r"the gradient of 'w' float32 \(40, 30\) has shape \(3, 30\)"),
@@ -290,14 +290,14 @@ ODD = {  # what becomes of gradients, and the words for it
 }
 
 
-@pytest.mark.parametrize("what", ODD)
-def test_what_is_wrong_with_gradients_that_come_early_is_known_to_all_in_step(world_on_gpus, what):
-    mistake, words = ODD[what]
+@pytest.mark.parametrize("what", MISTAKES)
+def test_mistakes_in_early_gradients_are_raised_on_all_ranks_in_step(world_on_gpus, what):
+    mistake, words = MISTAKES[what]
 
     def change(step, grads):
         return grads | mistake(grads) if step == CHECKED + 1 and world_on_gpus.rank == 0 else grads
 
     with pytest.raises((InputError, allred.NonFiniteError), match=words) as error:
-        early(on_gpu, ["w", "b"], CHECKED + 2, change)
+        train_with_overlap(on_gpu, ["w", "b"], CHECKED + 2, change)
     assert len(set(allred.allgather_object(str(error.value)))) == 1
-    early(on_gpu, ["w", "b"], CHECKED + 2)
+    train_with_overlap(on_gpu, ["w", "b"], CHECKED + 2)

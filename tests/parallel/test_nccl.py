@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import standin_gpu
 import test_collectives as contract
-from gpu_fixtures import comm, connect, connected, everyone, world_on_gpus  # noqa: F401
+from gpu_fixtures import comm, connect, connected, everyone  # noqa: F401
 from mpi4py import MPI
 from standin_gpu import DeviceArray, host, on_gpu
 
