@@ -56,6 +56,12 @@ def map_fun(args, ctx):
     (Path(args["directory"]) / f"result-{ctx.task_index}").write_text(f"{begin} {w}")
 
 
+def read_all(args, ctx):
+    feed = ctx.get_data_feed()
+    while not feed.should_stop():
+        feed.next_batch(10)
+
+
 def feed_forever(args, ctx):
     allred.init()
     record(args["directory"], allred.rank())
@@ -73,6 +79,9 @@ def lost(spark, directory):
         print(error)
     barrier_job.SLOTS_S = waits_s
     print("results", allred.spark.run(train, (directory,), num_proc=2, max_attempts=2))
+    cluster = AllredCluster.run(spark.sparkContext, read_all, {}, 2, input_mode=InputMode.SPARK)
+    cluster.train(spark.range(0, 100, 1, 2))
+    cluster.shutdown()
 
 
 def fed_lost(spark, directory):
@@ -81,7 +90,7 @@ def fed_lost(spark, directory):
     )
     cluster.train(spark.range(0, 1000, 1, 4))
     cluster.shutdown()
-    print("results", [(Path(directory) / f"result-{index}").read_text() for index in range(2)])
+    print("results", [(Path(directory) / f"result-{index}").read_text() for index in range(2)], flush=True)
 
 
 def feeding(spark, directory):
@@ -89,6 +98,11 @@ def feeding(spark, directory):
         spark.sparkContext, feed_forever, {"directory": directory}, 2, input_mode=InputMode.SPARK
     )
     cluster.train(spark.range(0, 100_000, 1, 4), 1000)
+
+
+def fed_lost_then_feeding(spark, directory):
+    fed_lost(spark, f"{directory}/lost")
+    feeding(spark, f"{directory}/feeding")
 
 
 if __name__ == "__main__":

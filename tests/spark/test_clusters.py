@@ -1,5 +1,5 @@
 """Drivers of their own, on a local-cluster, and on a standalone cluster of two hosts: lost executors, killed drivers,
-too few slots. The hosts are network namespaces; for other users than root the tests with them are skipped.
+too few slots. The hosts are network namespaces; for other users than root the test with them is skipped.
 """
 
 import os
@@ -22,6 +22,8 @@ SPARK = Path(pyspark.__file__).parent
 RESUMED = r"results \[\W*([5-9]|1\d)\W+20\.0\W+\1\W+20\.0\W*\]\n"  # both ranks, from a checkpoint
 
 ADDRESS = "10.99.0.{}"  # of a host
+
+pytestmark = pytest.mark.xdist_group("clusters")  # of the groups that xdist makes it is the largest, so it starts first
 
 
 class Standalone:
@@ -84,6 +86,7 @@ def standalone(tmp_path_factory):
 
 
 def test_too_few_slots_and_an_executor_that_is_lost(tmp_path):
+    """And the end of a driver whose ranks were fed."""
     command = [sys.executable, PROGRAM, LOCAL_CLUSTER, "lost", tmp_path]
     result = run(command, 100, {**ENVIRONMENT, "PYTHONPATH": str(HERE)})
     assert result.code == 0, result.text
@@ -92,26 +95,36 @@ def test_too_few_slots_and_an_executor_that_is_lost(tmp_path):
     assert re.search(RESUMED, result.out), result.text
 
 
-def test_ranks_on_two_hosts_that_are_fed_and_an_executor_that_is_lost(standalone, tmp_path):
-    result = run(standalone.driver("fed_lost", tmp_path), 100, environment(0))
-    assert result.code == 0, result.text
-    assert re.search(r"attempt 1 failed: (rank 1 on \S+ is lost|Spark ended the )", result.err), result.text
-    assert re.search(RESUMED, result.out), result.text
-    assert len({(tmp_path / f"host-{rank}").read_text() for rank in range(2)}) == 2
-
-
-def test_no_process_remains_after_a_driver_was_killed(standalone, tmp_path):
-    command = list(map(str, standalone.driver("feeding", tmp_path)))
-    driver = subprocess.Popen(command, env={**os.environ, **environment(0)}, stderr=subprocess.DEVNULL, process_group=0)
-    files = [tmp_path / f"rank-{rank}" for rank in range(2)]
-    until = time.monotonic() + 60
+@pytest.mark.limit(150)
+def test_two_hosts_an_executor_that_is_lost_and_then_a_killed_driver(standalone, tmp_path):
+    """One driver. Its ranks, on both hosts, are fed and continue after the loss of an executor. Then it is killed while
+    it feeds other ranks, and no process remains.
+    """
+    lost, feeding = tmp_path / "lost", tmp_path / "feeding"
+    lost.mkdir()
+    feeding.mkdir()
+    command = list(map(str, standalone.driver("fed_lost_then_feeding", tmp_path)))
+    output = tmp_path / "out", tmp_path / "err"
+    with output[0].open("w") as out, output[1].open("w") as err:
+        env = {**os.environ, **environment(0)}
+        driver = subprocess.Popen(command, env=env, stdout=out, stderr=err, process_group=0)
+    files = [feeding / f"rank-{rank}" for rank in range(2)]
+    until = time.monotonic() + 100
     try:
         while not all(file.exists() and file.read_text() for file in files):
-            assert time.monotonic() < until
+            text = "\n".join(file.read_text() for file in output)
+            assert time.monotonic() < until, text
+            assert driver.poll() is None, text
             time.sleep(0.1)
+        assert standalone.processes()
     finally:
         driver.kill()
         driver.wait()
+    out, err = (file.read_text() for file in output)
+    assert re.search(r"attempt 1 failed: (rank 1 on \S+ is lost|Spark ended the )", err), out + err
+    assert re.search(RESUMED, out), out + err
+    for directory in (lost, feeding):
+        assert len({(directory / f"host-{rank}").read_text() for rank in range(2)}) == 2
     until = time.monotonic() + 30
     while standalone.processes():
         assert time.monotonic() < until
