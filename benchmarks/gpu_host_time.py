@@ -154,7 +154,7 @@ def main() -> None:
         if comm.Get_rank() == 0:
             median, p10 = (1e6 * float(np.quantile(slowest, part)) for part in (0.5, 0.1))
             made = {
-                name: count for name, count in calls.items() if name != "eventQuery"
+                name: count for name, count in calls.copy().items() if name != "eventQuery"
             }  # the guard's thread adds some
             print(f"{title}: {median:.0f} us, p10 {p10:.0f}; of these {empty_calls_us(made):.0f} for calls: {made}")
 

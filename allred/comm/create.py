@@ -9,7 +9,7 @@ from allred.comm.backends.staged import StagedBackend
 from allred.comm.communicator import Communicator
 from allred.comm.device_collectives import DeviceCollectives
 from allred.comm.group import T
-from allred.comm.work import Steps, Work
+from allred.comm.work import Steps, Work, WorkQueue
 from allred.config import Config
 from allred.errors import ConfigError, InputError
 from allred.gpu import streams
@@ -141,15 +141,25 @@ def is_staged(config: Config, nodes: list[int]) -> bool:
     return config.nccl_cross == "mpi" and len(set(nodes)) > 1
 
 
-def add_device(communicator: Communicator, device: Device, staged: bool, native_halves: bool = False) -> str:
-    """Add a device backend. Return what the banner says about it. staged: see `is_staged`. native_halves: see
-    NcclBackend."""
+def add_device(
+    communicator: Communicator,
+    device: Device,
+    staged: bool,
+    native_halves: bool = False,
+    queue: WorkQueue | None = None,
+) -> str:
+    """Add a device backend. Return what the banner says about it.
+
+    Arguments:
+        staged: see `is_staged`. native_halves: see NcclBackend.
+        queue: that of the communicator that starts the operations; default: of this one.
+    """
     host = communicator.backend
     if staged:
         communicator.devices = StagedBackend(host, device)
         how = "through the host, as requested by ALLRED_NCCL_CROSS"
     else:
-        communicator.devices = NcclBackend(host, communicator.ranks, device, communicator.queue, native_halves)
+        communicator.devices = NcclBackend(host, communicator.ranks, device, queue or communicator.queue, native_halves)
         how = "by NCCL"
     communicator.gpu, communicator.name = DeviceCollectives(communicator), "nccl"
     return f"device arrays {how}, host arrays by {host.name}"

@@ -5,7 +5,7 @@
     unpack      one kernel copies back, casts, divides an average, and checks the results
 
 A large tensor is reduced in slices; each is a bucket. It is not packed, unless it is cast or multiplied: the allreduce
-reads the slice in the tensor. If no kernel is needed at all, a large tensor is reduced without buckets
+reads the slice from the memory of the tensor. If no kernel is needed at all, a large tensor is reduced without buckets
 (`BucketPlan.direct`). The plan depends only on shapes, dtypes and arguments, so it is the same on all ranks.
 
 The check (`NonfiniteFlags`): a result that is not finite is not written, so each rank can still find the NaN or
@@ -38,7 +38,7 @@ class ReduceRequest(NamedTuple):
         weight: factor of this rank's arrays before the reduction; None: 1. 16-bit floats with a weight are multiplied
             and summed in float32 and rounded once. A weight of 0 also turns NaN into 0.
         is_single: one array, not a group of one.
-        checks: whether results that are not finite are not written, see NonfiniteFlags.
+        checks: whether unpack skips and flags results that are not finite, see NonfiniteFlags.
         independent: see StreamLease.
     """
 
@@ -89,7 +89,7 @@ class BucketPlan:
 
     @functools.cached_property
     def not_packed(self) -> list[int]:
-        """Positions of the tensors that the allreduce reads."""
+        """Positions of the tensors that the allreduce reads directly."""
         direct = [position for positions in self.direct.values() for position in positions]
         sliced = [bucket.slices[0].position for bucket in self.buckets if not bucket.is_packed]
         return [*dict.fromkeys(direct + sliced)]
@@ -229,7 +229,7 @@ def reduce_buckets(
             checked = flags.of_buckets[number] if flags is not None and bucket.is_float else None
             divisor = float(size) if divided else None
             device.unpack_kernels.unpack(target, table.target, bucket.dtype, bucket.wire_dtype, divisor, checked)
-            fusion_buffer.free.record(unpacking)
+            fusion_buffer.unpacked.record(unpacking)
     if plan.direct:
         unpacking.wait_event(device.record(communication))
     if flags is not None:

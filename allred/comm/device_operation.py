@@ -34,14 +34,17 @@ class DeviceOperations:
 
     def _begin(self, kind: str, name: str, make: Callable[[], Steps[T]], agreed: bool = False) -> Work[T]:
         """Start an operation, after the work already enqueued on the caller's streams. If `make` finds arguments that
-        cannot be used, the header says so to the other ranks. agreed: skip the header exchange; that of the previous
-        operation included it. Then `make` must not fail, because the other ranks would not receive the error."""
+        cannot be used, the header says so to the other ranks. agreed: skip the header exchange: that of the previous
+        operation has compared this one. Then an error is this rank's alone, and the communicator cannot be used."""
         steps: Steps[T]
+        queue = self.communicator.queue
         try:
             steps = make()
         except Exception as error:
+            if agreed:
+                queue.poison(f"{kind}{quoted(name)} failed on this rank: {error}")
+                raise
             steps = _refused(error)
-        queue = self.communicator.queue
         turn = self.devices.device.launches.take(lambda: queue.poisoned)
         try:
             if agreed:
@@ -98,6 +101,11 @@ def check_writable(given: list[Adopted]) -> None:
             "underscore, which returns a new array"
         )
     some = [one.array for one in given if one.array.size]
+    for array in some:
+        if any(step == 0 and count > 1 for step, count in zip(array.strides, array.shape, strict=True)):
+            raise InputError(
+                "the array has several elements in the same memory (a broadcast or expanded view); copy it"
+            )
     whole = [array for array in some if memory_order(array) is not None]
     if len({array.data.ptr for array in some}) < len(some) or (
         len(whole) > 1 and arrays.ranges_overlap([array.data.ptr for array in whole], [array.nbytes for array in whole])

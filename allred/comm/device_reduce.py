@@ -39,7 +39,8 @@ _KEPT = 1024  # descriptors, and groups: early buckets of a step (modes/overlap.
 
 @dataclasses.dataclass
 class CachedReduction:
-    """An allreduce in place of arrays that were reduced before. streams: the current streams of their owners."""
+    """An allreduce in place of arrays that were reduced before. streams: functions that
+    return the current stream of each framework; None: cupy's."""
 
     layouts: list[Any]  # of the arrays; the cache applies only if these are equal
     descriptor: OpDescriptor  # its note is 0 for arrays in C order, else a hash of the memory orders
@@ -97,14 +98,14 @@ class DeviceReductions(DeviceOperations):
 
     def start_prepared(self, prepared: PreparedReduction) -> Work[ReductionResult]:
         """Start a prepared reduction. The preceding header exchange has compared it on all ranks (`hash`)."""
-        lease = self._lease(prepared)
 
-        def steps() -> Steps[ReductionResult]:
+        def steps(lease: StreamLease) -> Steps[ReductionResult]:
             group = self.communicator.begin_without_header(prepared.cached.descriptor)
             devices = yield from self._wait_for_turn(group)
             return (yield from self._reduce_in_memory_order(group, devices, lease, prepared))
 
-        return self._begin("grouped_allreduce", prepared.request.name, steps, agreed=True)
+        name = prepared.request.name
+        return self._begin("grouped_allreduce", name, lambda: steps(self._lease(prepared)), agreed=True)
 
     def _reduction_steps(self, arrays: Sequence[Any], request: ReduceRequest) -> Steps[ReductionResult]:
         if not (isinstance(request.op, ReduceOp) and isinstance(request.compression, Compression)):
@@ -156,7 +157,7 @@ class DeviceReductions(DeviceOperations):
         group, devices, headers = yield from self._agree(prepared.cached.descriptor)
         if len({header.own_fields(record).note for record in headers}) > 1:
             arrays, plan, request = prepared.arrays, prepared.cached.plan, prepared.request
-            given = [adopt_on(value, self.devices.device.index) for value in arrays]
+            given = [adopt_on(value, self.devices.device.index) for value in arrays]  # as checked before: no error
             return (yield from self._reduce_in_c_order(group, devices, arrays, given, lease, plan, request))
         return (yield from self._reduce_in_memory_order(group, devices, lease, prepared))
 

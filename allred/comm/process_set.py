@@ -67,7 +67,8 @@ class ProcessSets:
         recording.attach(communicator, title)
         if (devices := (parent or self.everyone).devices) is not None:
             device = devices.device if parent is not None else devices.device.sibling()
-            add_device(communicator, device, is_staged(self.config, nodes), self.config.nccl_16bit == "native")
+            native, queue = self.config.nccl_16bit == "native", None if parent is None else parent.queue
+            add_device(communicator, device, is_staged(self.config, nodes), native, queue)
         return communicator
 
     def _subgroup(self, parent: Communicator, ranks: Sequence[int]) -> Steps[Communicator]:

@@ -6,7 +6,8 @@ Pack, allreduce and unpack each have a stream, so they overlap for consecutive b
     communication           | allreduce 0 | allreduce 1 | allreduce 2 | ...
     unpacking                             | unpack 0    | unpack 1    | ...
 
-Events order the use of a buffer. They are reused: `wait_event` waits for the latest record at the time of the call.
+Events order the use of a buffer. They are recorded again for each bucket; `wait_event` waits for the last record made
+before the call.
 """
 
 from typing import Any
@@ -19,17 +20,17 @@ _MAX_VIEWS = 64
 
 
 class GpuFusionBuffer:
-    """A fusion buffer. packed, reduced, free: events recorded after pack, allreduce and unpack."""
+    """A fusion buffer. packed, reduced, unpacked: events recorded after pack, allreduce and unpack."""
 
     def __init__(self, device: Device) -> None:
-        self.packed, self.reduced, self.free = (device.event() for _ in range(3))
+        self.packed, self.reduced, self.unpacked = (device.event() for _ in range(3))
         self._device = device
         self._memory: Any = None  # uint8
         self._views: dict[Any, Any] = {}  # of the memory, by count and dtype; cupy needs 8 us to make one
 
     def begin(self, count: int, dtype: np.dtype[Any]) -> Any:
         """Return `count` elements for a bucket. The packing stream is current; it waits until the buffer is free."""
-        self._device.packing.wait_event(self.free)
+        self._device.packing.wait_event(self.unpacked)
         elements = self._views.get((count, dtype))
         if elements is None:
             nbytes = count * dtype.itemsize

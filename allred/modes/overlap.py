@@ -93,14 +93,15 @@ class Overlap:
     def has_order(self) -> bool:
         return self._ordered is not None
 
-    def agree_on_order(self, tensors: Sequence[Tensor], values: Sequence[Any]) -> None:
+    def agree_on_order(self, tensors: Sequence[Tensor], values: Sequence[Any], params: Sequence[Any]) -> None:
         """Adopt the order in which gradients became ready on the first rank. Collective. values: the gradients, or
-        their means."""
+        their means. params: the parameters; a gradient that is missing is expected where its parameter is."""
         positions = {tensor.name: index for index, tensor in enumerate(tensors)}
         order = [positions[name] for name in self._given]
         order += [index for index in reversed(range(len(tensors))) if index not in order]
-        like = next(filter(gpu.is_device, values), None)
-        on_gpu = [gpu.is_device(like if value is None else value) for value in values]
+        like = next(filter(gpu.is_device, [*values, *params]), None)
+        places = [param if value is None else value for value, param in zip(values, params, strict=True)]
+        on_gpu = list(map(gpu.is_device, places))
         first, title = functions.current().active.ranks[0], f"{self._title}: the order of early gradients"
         order, self._on_gpu = functions.broadcast_object((order, on_gpu), first, title)
         self._like = gpu.zeros(like, (0,), np.dtype(np.float32))
@@ -270,17 +271,18 @@ class Overlap:
         for (work, targets), (_, bucket) in zip(self._sent, self._buckets, strict=True):
             found = work.wait()
             if isinstance(found, ReductionResult):
-                on_gpu.append((work, found.flags, bucket))
+                if found.flags is not None and bucket.floats:
+                    on_gpu.append((work, found.flags, bucket))
             elif isinstance(found, int):
                 nonfinite += [bucket.tensors[found].name] if found >= 0 else []
             else:
                 for target, result in zip(targets, found, strict=True):
                     if target is not result:
                         target[...] = result
-        if on_gpu and self._checks_results:
-            on_gpu[-1][0].synchronize()  # all end on the unpacking stream
+        if on_gpu:
+            on_gpu[-1][0].synchronize()  # all of these end on the unpacking stream
         for _, flags, bucket in on_gpu:
-            if flags is not None and (position := flags.first_position()) >= 0:
+            if (position := flags.first_position()) >= 0:
                 nonfinite.append(bucket.tensors[position].name)
         return nonfinite[0] if nonfinite else ""
 

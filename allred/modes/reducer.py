@@ -150,13 +150,14 @@ class Reducer:
             return None
         return samples[active.rank] * len(samples) / sum(samples)
 
-    def fill_missing(self, tensors: Sequence[Tensor], values: list[Any]) -> list[Any]:
-        """Replace None by zeros where another rank has the gradient. Collective."""
+    def fill_missing(self, tensors: Sequence[Tensor], values: list[Any], params: Sequence[Any]) -> list[Any]:
+        """Replace None by zeros where another rank has the gradient, on the GPU or host of its parameter. Collective.
+        params: the parameters; empty if unknown, then as other gradients."""
         anywhere = self.present_anywhere([value is not None for value in values])
-        like = next((value for value in values if gpu.is_device(value)), None)
+        like = params or [next(filter(gpu.is_device, values), None)] * len(values)
         return [
-            gpu.zeros(like, tensor.shape, tensor.dtype) if value is None and present else value
-            for tensor, value, present in zip(tensors, values, anywhere, strict=True)
+            gpu.zeros(other, tensor.shape, tensor.dtype) if value is None and present else value
+            for tensor, value, present, other in zip(tensors, values, anywhere, like, strict=True)
         ]
 
     def present_anywhere(self, here: list[bool]) -> list[bool]:

@@ -74,7 +74,7 @@ def reduce_gradients(
         flags |= checks.scan(plan, values, given.plain) if defers else 0
         all_flags, _ = reducer.exchange_flags(f"{title}: scan of the gradients", flags, missing, "")
     if agreement.any_missing:
-        values = reducer.fill_missing(given.tensors, values)
+        values = reducer.fill_missing(given.tensors, values, given.leaves)
     # Check.
     if not checks.passes(all_flags, plan, values, given.params):
         return None
@@ -138,7 +138,7 @@ class SyncMode(Mode):
         mean = reduce_gradients(self._reducer, self._checks, given, self._title, self._clipper.settings, overlapped)
         if self._reducer.overlapped and not functions.current().checks_places:  # the line that sends a bucket varies
             self._overlap = self._overlap or self._new_overlap()
-            self._overlap.agree_on_order(given.tensors, given.values if mean is None else mean)
+            self._overlap.agree_on_order(given.tensors, given.values if mean is None else mean, given.leaves)
         return mean
 
     def _complete(self, tensors: list[Tensor], mean: list[Any]) -> list[Any]:

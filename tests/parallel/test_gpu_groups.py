@@ -23,7 +23,7 @@ pytestmark = pytest.mark.mpi
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("op", [allred.Sum, allred.Average])
 def test_a_group_is_reduced_in_buckets(comm, in_place, op, monkeypatch):
-    """Small tensors of a dtype in one, a large one alone; of other layouts; the gaps between tensors do no harm."""
+    """Small tensors of a dtype in one, a large one alone; also of other layouts. Padding does not change results."""
     monkeypatch.setattr("allred.comm.device_buckets.BUCKET_BYTES", 4096)
     shapes = [(3,), (), (0,), (1009,), (2, 2), (5,), (7,)]
     dtypes = [np.float32, np.float64, np.float32, np.float32, ml_dtypes.bfloat16, np.float32, ml_dtypes.bfloat16]
@@ -64,7 +64,8 @@ class SimilarGroups:
 
 
 def test_a_cached_group_is_not_validated_again(comm, monkeypatch):
-    """Whoever owns the memory now. Arrays with gaps are validated each time, and arrays that are reduced in place."""
+    """The cache applies whichever array owns the memory. Arrays with gaps, and arrays that are reduced in place, are
+    validated each time."""
     looked = []
     monkeypatch.setattr(device_operation, "adopt", lambda value: looked.append(1) or standin_gpu.adopt(value))
     similar = SimilarGroups()
@@ -90,7 +91,7 @@ def test_a_cached_group_is_not_validated_again(comm, monkeypatch):
 
 @pytest.mark.parametrize("weight", [None, 1.0])
 @pytest.mark.parametrize("differing", [False, True])
-def test_arrays_without_gaps_are_reduced_as_they_lie_in_memory(comm, monkeypatch, differing, weight):
+def test_arrays_without_gaps_are_reduced_in_memory_order(comm, monkeypatch, differing, weight):
     """In torch's format channels_last, and in columns. If a rank has another format, all reduce in C order."""
     copied = []
     monkeypatch.setattr(standin_gpu.Pointed, "flatten", lambda x, *a: copied.append(1) or np.ndarray.flatten(x, *a))
@@ -148,7 +149,7 @@ def test_cached_groups_that_differ_between_ranks_are_a_mismatch(comm):
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
 def test_weighted_gradients(comm, dtype):
-    """A rank without samples counts for nothing, NaN though it has; 16-bit floats are rounded once."""
+    """The gradients of a rank without samples are not added, even if they are NaN; 16-bit floats are rounded once."""
     group = [np.arange(4) + 1.0, np.full(3, 1 / 3)]
     mine = [on_gpu((x if comm.rank == 0 else x * np.nan).astype(dtype)) for x in group]
     weight = float(comm.size) if comm.rank == 0 else 0.0
@@ -159,7 +160,7 @@ def test_weighted_gradients(comm, dtype):
         np.testing.assert_array_equal(host(y), x.astype(dtype))
 
 
-def test_whole_numbers_of_ranks_without_samples_count_for_nothing(comm):
+def test_integers_of_ranks_without_samples_are_not_added(comm):
     mine = [on_gpu(np.full(n, 7, np.int32)) for n in (3, 5)]
     comm.gpu.start(
         mine, device_buckets.ReduceRequest(allred.Sum, "", allred.Compression.none, weight=float(comm.rank == 0))
@@ -252,7 +253,7 @@ def test_operations_on_the_same_arrays_follow_each_other(comm):
 
 
 def test_large_arrays_are_in_one_group_of_nccl(comm, monkeypatch):
-    """If nothing is left for kernels to do, they are reduced where they lie."""
+    """If no kernel is needed, they are reduced in place."""
     if comm.devices.name != "nccl":
         return
     monkeypatch.setattr("allred.comm.device_buckets.BUCKET_BYTES", 4096)

@@ -103,6 +103,23 @@ def test_gradients_in_another_memory_order_on_each_rank(world_on_gpus):
         np.testing.assert_allclose(host(grad), values * (comm.size + 1) / 2, rtol=1e-6)
 
 
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_rank_may_lack_all_gradients(world_on_gpus, is_early):
+    """Its zeros are on the GPU, as its parameters."""
+    comm, model, last = world_on_gpus, Model(on_gpu), world_on_gpus.size - 1
+    optimizer = allred.distributed(UserSGD())
+    for step in range(CHECKED + 3):
+        grads = model.grads(step, comm.rank)
+        if comm.rank == last > 0:
+            grads = dict.fromkeys(grads)
+        elif is_early:
+            optimizer.reduce("w", grads["w"])
+        optimizer.step(model.params, grads)
+    if comm.rank < max(1, last):
+        present = [host(model.grads(CHECKED + 2, rank)["w"]) for rank in range(max(1, last))]
+        np.testing.assert_allclose(host(grads["w"]), np.sum(present, axis=0) / comm.size, rtol=1e-5, atol=1e-6)
+
+
 def test_ranks_reduce_alike_after_a_step_without_samples(world_on_gpus, monkeypatch):
     """Whether a rank scans its gradients depends on its samples in this step, not in the step before."""
     monkeypatch.setattr("allred.comm.device_buckets.BUCKET_BYTES", 4096)

@@ -176,6 +176,10 @@ def test_what_cannot_be_used_is_known_to_all(comm, monkeypatch):
     for other in (one, one[3:], one[::2]):
         with pytest.raises(InputError, match="the same memory is in the group twice"):
             comm.grouped_allreduce([one, other] if comm.rank == 0 else [one, on_gpu(other)], in_place=True).wait()
+    expanded = on_gpu(np.ones((1, 3), np.float32))
+    expanded = np.lib.stride_tricks.as_strided(expanded, (2, 3), (0, 4), subok=True, writeable=True)
+    with pytest.raises(InputError, match="several elements in the same memory"):
+        comm.allreduce(expanded if comm.rank == 0 else on_gpu(np.ones((2, 3), np.float32)), in_place=True).wait()
     with pytest.raises(InputError, match="arrays on the GPU and on the host"):
         comm.grouped_allreduce([on_gpu(np.ones(3)), np.ones(3)]).wait()
     with pytest.raises(InputError, match="is not supported"):
