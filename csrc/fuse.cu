@@ -261,9 +261,9 @@ typedef struct ALIGNED {
 } eight;
 
 /*
- * Reduces 16-bit floats of all ranks in float32, in the order of the ranks, and rounds once. rows: a row of `stride`
- * elements for each rank, of which the first `count` are used; the row of `rank` is `own` instead. Eight elements for
- * each thread.
+ * Reduces 16-bit floats of all ranks in float32, in the order of the ranks, and rounds once. `rows` has a row of `stride`
+ * elements for each rank; the first `count` elements of a row are used. `own` replaces the row of `rank`. Each thread
+ * reduces eight elements.
  */
 #define COMBINE(NAME)                                                                                                  \
   KERNEL combine_##NAME(const uint16_t *rows, int64_t stride, uint32_t ranks, uint32_t rank, const uint16_t *own,      \

@@ -266,9 +266,9 @@ PACKED = [
 UNPACKED = [*PACKED, ("float16", "float16"), ("bfloat16", "bfloat16")]
 
 
-def _parts(pieces, tiles, dtype, title, writes, buffer=None, numbered=False):
-    """Each tensor, by its address alone, and its part of the buffer. What fuse.cu does, in numpy, where the tables say;
-    tests/unit/test_fuse_cu.py holds fuse.cu against numpy."""
+def _parts(pieces, tiles, dtype, title, writes, buffer=None):
+    """The number of each tensor, its elements, found by their address, and its part of the buffer.
+    tests/unit/test_fuse_cu.py compares fuse.cu itself with numpy."""
     for table in (pieces, tiles):
         cuda.use_array(table, False, title)
     if buffer is not None:
@@ -279,25 +279,25 @@ def _parts(pieces, tiles, dtype, title, writes, buffer=None, numbered=False):
             memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
             held = np.frombuffer(memory, dtype)
             moved = None if buffer is None else _plain(buffer)[start : start + count]
-            yield (number, held, moved) if numbered else (held, moved)
+            yield number, held, moved
 
 
 def _pack(name, pieces, tiles, buffer, factor=None):
     if name == "bytes":
-        for part, there in _parts(pieces, tiles, np.dtype(np.uint8), "pack", False, buffer.view(np.uint8)):
+        for _, part, there in _parts(pieces, tiles, np.dtype(np.uint8), "pack", False, buffer.view(np.uint8)):
             there[...] = part
         return
     held, moved = name.split("_")
     assert (held, moved) in PACKED, f"fuse.cu has no pack_{name}"
     assert buffer.dtype == device_arrays.storage_dtype(moved)
-    for part, there in _parts(pieces, tiles, device_arrays.storage_dtype(held), "pack", False, buffer):
+    for _, part, there in _parts(pieces, tiles, device_arrays.storage_dtype(held), "pack", False, buffer):
         wide = widened(part, held)
         there[...] = narrowed(wide * wide.dtype.type(factor) if factor else np.zeros_like(wide), moved)
 
 
 def _unpack(name, pieces, tiles, buffer, divisor=None, flags=None):
     if name == "bytes":
-        for part, there in _parts(pieces, tiles, np.dtype(np.uint8), "unpack", True, buffer.view(np.uint8)):
+        for _, part, there in _parts(pieces, tiles, np.dtype(np.uint8), "unpack", True, buffer.view(np.uint8)):
             part[...] = there
         return
     held, moved = name.split("_")
@@ -307,9 +307,7 @@ def _unpack(name, pieces, tiles, buffer, divisor=None, flags=None):
     if checks:
         cuda.use_array(flags, True, "unpack")
     wide = np.float64 if held == "float64" else np.float32
-    for number, part, there in _parts(
-        pieces, tiles, device_arrays.storage_dtype(held), "unpack", True, buffer, numbered=True
-    ):
+    for number, part, there in _parts(pieces, tiles, device_arrays.storage_dtype(held), "unpack", True, buffer):
         with np.errstate(all="ignore"):
             result = narrowed(widened(there, moved).astype(wide) / wide(divisor), held)
         finite = np.isfinite(widened(result, held))
@@ -332,7 +330,7 @@ def _combine(name, rows, stride, ranks, rank, own, out, count, multiplies, divis
 def _exceeds(name, pieces, tiles, limit, flag):
     bits = np.dtype(f"u{name}")
     cuda.use_array(flag, True, "exceeds")
-    for part, _ in _parts(pieces, tiles, bits, "exceeds", False):
+    for _, part, _ in _parts(pieces, tiles, bits, "exceeds", False):
         upper = (part >> 32).astype(np.uint32) if bits.itemsize == 8 else part
         if ((upper & (0x7FFF if bits.itemsize == 2 else 0x7FFFFFFF)) > limit).any():
             _plain(flag)[0] = 1

@@ -129,13 +129,12 @@ def test_ranks_reduce_alike_after_a_step_without_samples(world_on_gpus, monkeypa
         grads = model.grads(step, comm.rank)
         samples = 0 if (step, comm.rank) == (CHECKED, 0) and comm.size > 1 else 2
         optimizer.step(model.params, grads, samples)
-        ranks = range(samples_ranks(step, comm.size), comm.size)
+        ranks = range(first_rank_with_samples(step, comm.size), comm.size)
         expected = np.sum([host(model.grads(step, rank)["w"]) for rank in ranks], axis=0)
         np.testing.assert_allclose(host(grads["w"]), expected, rtol=1e-5, atol=1e-6)
 
 
-def samples_ranks(step, size):
-    """The first rank that has samples."""
+def first_rank_with_samples(step, size):
     return int(step == CHECKED and size > 1)
 
 

@@ -94,6 +94,18 @@ def residual():
     return nn.Sequential(nn.Conv2d(3, 4, 3), ResidualBlock(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
 
 
+def closure_of(module, optimizer, data):
+    """A closure for `optimizer.step`."""
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(module, data)
+        loss.backward()
+        return loss
+
+    return closure
+
+
 @case
 def mnist_style():
     """pytorch_mnist.py: parameters and state from rank 0, a scaled learning rate, the mean of a metric."""
@@ -197,14 +209,7 @@ def a_lightning_like_loop():
     model, optimizer, other, twin = wrapped(net())
     for step in range(2):
         for module, each, data in ((model, optimizer, batch(step)), (other, twin, joined(step))):
-
-            def closure(module=module, each=each, data=data):
-                each.zero_grad()
-                loss = loss_of(module, data)
-                loss.backward()
-                return loss
-
-            each.step(closure)
+            each.step(closure_of(module, each, data))
     equal(model, other)
 
 
@@ -214,14 +219,7 @@ def lbfgs():
     model, optimizer, other, plain = wrapped(net(), lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=4))
     for step in range(2):
         for module, each, data in ((model, optimizer, batch(step)), (other, plain, joined(step))):
-
-            def closure(module=module, each=each, data=data):
-                each.zero_grad()
-                loss = loss_of(module, data)
-                loss.backward()
-                return loss
-
-            each.step(closure)
+            each.step(closure_of(module, each, data))
     equal(model, other, 1e-4)
 
 

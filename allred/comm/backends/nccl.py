@@ -159,9 +159,9 @@ class NcclBackend(DeviceBackend):
 
     def _allreduce_halves(self, stream: Any, source: Any, target: Any, name: str, op: ReduceOp) -> None:
         """Reduce 16-bit floats: each rank receives one part of the elements of all ranks, reduces it, and sends the
-        result to all. In slices of about 32 MiB, because the parts that arrive need memory."""
+        result to all. In slices of 32 MiB, because the parts that arrive need memory."""
         rank, size = self._host.rank, self._host.size
-        slices, multiple = max(1, round(source.size / _SLICE_ELEMENTS)), size * ALIGNED_HALVES
+        slices, multiple = -(-source.size // _SLICE_ELEMENTS), size * ALIGNED_HALVES
         step = -(-source.size // (slices * multiple)) * multiple  # parts of the same size, except at the end
         for start in range(0, source.size, step):
             stop = min(source.size, start + step)
