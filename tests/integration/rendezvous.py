@@ -3,10 +3,10 @@
 import concurrent.futures
 import contextlib
 import json
-import socket
 from collections.abc import Iterator
 
 from harness import BIN, Result, run
+from ports import reserved_ports
 
 # What tells of the wait speaks more often here than a person wants it.
 HEAD = """
@@ -32,16 +32,9 @@ def train(steps, pause_s=0.0, step=lambda number: None):
 """
 
 
-def ports(count: int) -> list[int]:
-    """So many that nobody uses."""
-    with contextlib.ExitStack() as stack:
-        found = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in found]
-
-
 def cluster(servers: int = 1, workers: int = 2, host: str = "localhost") -> dict[str, list[str]]:
     """Addresses on this machine."""
-    found = [f"{host}:{port}" for port in ports(servers + workers)]
+    found = [f"{host}:{port}" for port in reserved_ports(servers + workers)]
     jobs = {"ps": found[:servers], "worker": found[servers:]}
     return {job: addresses for job, addresses in jobs.items() if addresses}
 

@@ -4,7 +4,8 @@ import re
 
 import pytest
 from harness import mpirun, python
-from rendezvous import ports, tasks, text
+from ports import reserved_ports
+from rendezvous import tasks, text
 
 PROGRAM = """
 import traceback
@@ -106,7 +107,7 @@ def test_functions_run_where_the_client_says(mpi, servers):
 
 def jobs(workers=2, servers=0):
     """Addresses of so many workers and servers, and of a client."""
-    client, *found = [f"localhost:{port}" for port in ports(1 + workers + servers)]
+    client, *found = [f"localhost:{port}" for port in reserved_ports(1 + workers + servers)]
     with_servers = {"ps": found[workers:]} if servers else {}
     return {"worker": found[:workers], "client": [client], **with_servers}
 

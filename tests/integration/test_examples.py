@@ -14,7 +14,7 @@ import uuid
 import numpy as np
 import pytest
 from harness import BIN, OPENMPI, ROOT, mpirun, python, run
-from rendezvous import ports
+from ports import reserved_ports
 from sklearn.datasets import load_digits
 
 FULL = pytest.mark.full  # runs with --full only
@@ -207,7 +207,7 @@ def check_mnist(worker_0, worker_1):
 
 
 def test_mnist_ps_by_hand():
-    found = ports(4)
+    found = reserved_ports(4)
     hosts = [f"localhost:{port}" for port in found]
     where = ["--ps_hosts", ",".join(hosts[:2]), "--worker_hosts", ",".join(hosts[2:]), "--steps=300"]
     tasks = [[f"--job_name={job}", f"--task_index={index}"] for job in ("worker", "ps") for index in (1, 0)]
@@ -234,7 +234,7 @@ def test_mnist_ps_under_mpirun_in_sync_from_files(mpi, tmp_path):
 
 
 def test_local_cluster():
-    hosts = [f"localhost:{port}" for port in ports(2)]
+    hosts = [f"localhost:{port}" for port in reserved_ports(2)]
     lines = by_hand("local_cluster.py", [["--task_index=0"], ["--task_index=1"]], f"--hosts={','.join(hosts)}")
     for task, line in enumerate(lines):
         hello = f"hello from /job:local/task:{task} at {hosts[task]}, one of 2; the sum of their numbers is 1\n"
@@ -246,7 +246,7 @@ LINE = r"w = (1\.9[89]|2\.0[012]), b = (9\.9\d|10\.0\d|10\.10): within 1 % of 2 
 
 
 def test_linear_regression_by_hand():
-    hosts = [f"localhost:{port}" for port in ports(3)]
+    hosts = [f"localhost:{port}" for port in reserved_ports(3)]
     where = [f"--worker_hosts={hosts[0]},{hosts[1]}", f"--client_hosts={hosts[2]}"]
     tasks = [["--job_name=client", "--task_index=0"], *(["--job_name=worker", f"--task_index={i}"] for i in (1, 0))]
     client, *workers = by_hand("linear_regression.py", tasks, *where)

@@ -11,6 +11,7 @@ import urllib.request
 
 import pytest
 from harness import BIN, environment, mpirun
+from ports import reserved_ports
 
 PROGRAM = """
 import os, pathlib, signal, sys, time
@@ -109,19 +110,13 @@ def test_the_ranks_of_all_nodes_are_shown(mpi, tmp_path):
     assert all(rank["step"] > 0 and rank["state"] for rank in found["ranks"])
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def scrape(port):
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
         return page.read().decode()
 
 
 def test_the_metrics_end_with_the_job(tmp_path):
-    port = free_port()
+    [port] = reserved_ports(1)
     with Job(tmp_path, 2, "slow", ALLRED_METRICS=str(port), ALLRED_JOB="measured") as job:
         time.sleep(7)  # longer than the watcher keeps a connection that sends nothing
         first = scrape(port)

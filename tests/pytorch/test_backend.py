@@ -7,6 +7,7 @@ import sys
 import open_mpi
 import optimizer_case_runner
 import pytest
+from ports import reserved_ports
 
 pytest.importorskip("torch")
 
@@ -137,15 +138,14 @@ def test_torchrun_with_open_mpi_is_an_error(tmp_path):
 
 
 SPAWN = """
-import os, socket, sys, torch, torch.distributed as dist, torch.multiprocessing as mp
+import os, sys, torch, torch.distributed as dist, torch.multiprocessing as mp
 def main(rank):
     dist.init_process_group("allred", rank=rank, world_size=2)
     dist.all_reduce(tensor := torch.ones(2))
     print(tensor.tolist(), flush=True)
     dist.destroy_process_group()
 if __name__ == "__main__":
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[1]}
     mp.spawn(main, nprocs=2)
 """
 
@@ -154,7 +154,7 @@ if __name__ == "__main__":
 @pytest.mark.limit(LIMIT_S + 10)
 def test_processes_of_spawn(tmp_path):
     (tmp_path / "program.py").write_text(SPAWN)
-    result = testing.run([sys.executable, tmp_path / "program.py"], LIMIT_S, ENVIRONMENT)
+    result = testing.run([sys.executable, tmp_path / "program.py", *reserved_ports(1)], LIMIT_S, ENVIRONMENT)
     assert (result.code, result.out) == (0, "[2.0, 2.0]\n" * 2), result.text
 
 

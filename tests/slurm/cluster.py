@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ports import reserved_ports
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo")
 PREFIX = "allred-slurm-"
 NODES = ("nd0", "nd1")
@@ -198,7 +200,7 @@ def write_config(root: Path) -> Path:
     conf = root / "slurm.conf"
     host = socket.gethostname().split(".")[0]
     first_job = random.randrange(1_000_000, 60_000_000)  # Slurm's largest is 67 043 328
-    conf.write_text(CONFIG.format(root=root, host=host, ports=free_ports(3), nodes=NODES, first_job=first_job))
+    conf.write_text(CONFIG.format(root=root, host=host, ports=reserved_ports(3), nodes=NODES, first_job=first_job))
     return conf
 
 
@@ -294,15 +296,6 @@ def wait_for_socket(path: Path, timeout_s: float, root: Path) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"nothing listens on {path} after {timeout_s} s\n{log_ends(root)}")
         time.sleep(0.05)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports on loopback that were free a moment ago, all different."""
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 def search_path() -> str:

@@ -10,6 +10,7 @@ import time
 
 import cloudpickle
 import pytest
+from ports import reserved_ports
 
 import allred
 from allred.spark import rank_process
@@ -87,8 +88,7 @@ def test_os_exit(code, text):
 
 
 def test_a_supervisor_that_cannot_reach_the_driver():
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
+    [port] = reserved_ports(1)
     [process] = start(lambda: None, supervised=True, driver=("127.0.0.1", port, "secret"))
     failure = process.connected()
     assert f"cannot reach the driver at 127.0.0.1:{port}" in failure["text"]

@@ -9,6 +9,7 @@ import time
 import tracemalloc
 
 import pytest
+from ports import reserved_ports
 
 from allred import channel
 from allred.channel import (
@@ -188,10 +189,8 @@ def test_other_programs_and_versions_are_reported(greeting, words):
 
 
 def test_no_listener_at_the_address():
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        where = listening.getsockname()
     with pytest.raises(ConnectionRefusedError):
-        connect(socket.AF_INET, where, "test", "secret")
+        connect(socket.AF_INET, ("127.0.0.1", *reserved_ports(1)), "test", "secret")
 
 
 def test_no_answer():

@@ -4,6 +4,7 @@ import socket
 import time
 
 import pytest
+from ports import reserved_ports
 
 from allred.comm.backends import connections
 from allred.errors import ConfigError
@@ -60,8 +61,7 @@ def test_a_program_that_sends_nothing_delays_no_one(listener):
 
 
 def test_the_first_address_that_answers_is_taken(listener):
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        closed = other.getsockname()
+    closed = ("127.0.0.1", *reserved_ports(1))
     acceptor = accept(listener)
     with connect(listener, before=[closed]) as mine:
         assert mine.getpeername() == listener.getsockname()
@@ -71,8 +71,7 @@ def test_the_first_address_that_answers_is_taken(listener):
 
 def test_what_each_address_said_is_reported(listener):
     listener.close()
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        closed = other.getsockname()
+    closed = ("127.0.0.1", *reserved_ports(1))
     said = connections._connect_to_first([closed], SECRET, TOKEN, 1, 0)
     assert said == f"127.0.0.1 port {closed[1]}: [Errno 111] Connection refused"
 

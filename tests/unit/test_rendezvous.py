@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from ports import reserved_ports
 
 from allred import detached
 from allred.config import secret
@@ -259,8 +260,7 @@ os._exit(0) if child == 0 else print(child)
 
 def test_a_fork_that_lives_on_does_not_hide_a_task_s_end():
     ours, theirs = socket.socketpair()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    [port] = reserved_ports(1)
     command = [sys.executable, "-c", FORKS, str(theirs.fileno()), str(port)]
     with ours, theirs:
         task = subprocess.run(
