@@ -352,7 +352,7 @@ class DistributedOptimizer:
             step, extra = functions.broadcast_object((step, extra), first)
             if step is not None:
                 restored(self.optimizer)
-                if control.is_lockstep:
+                if functions.current().rank != 0:
                     control.count_from(step)
         if isinstance(extra, dict) and _SCALER in extra:
             if self._clipper.scaler is not None:

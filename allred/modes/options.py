@@ -185,7 +185,7 @@ class SessionSupport(ABC):
 
     @abstractmethod
     def count_from(self, step: int) -> None:
-        """Set the global step, after a restore. Mode ps: on worker 0 only."""
+        """Set the global step after a restore. On all workers, in mode ps on worker 0 first: it tells the servers."""
 
     @abstractmethod
     def broadcast_failure(self, failure: AllredError | None) -> AllredError | None:

@@ -186,7 +186,7 @@ class ServersMode(Mode):
         if self._clipper.scaler is not None:
             self._clipper.scaler.update(not usable, self._title)
         if not usable:
-            return
+            return self._end_step(start, samples, 0)
         if self._sends_hyperparameters:
             self._send_hyperparameters(client)
         outcome = client.step(sources, absent, targets, self._lr.value(), self._stop_requested)
@@ -200,13 +200,17 @@ class ServersMode(Mode):
             self.dropped += 1
         elif self._steps == 1:
             warn_of_stale_start(self._options.name, self._context.worker, self._context.workers, outcome.staleness)
-        end = time.perf_counter()
-        step, since_s = (self._steps_before or 0) + outcome.version, end - (self._ended_at or start)
-        counters.end_step(step, samples or 0, since_s, end - start, 0.0, 0.0, client.gradient_bytes)
-        self._ended_at = end
-        self.waited_s += end - start
+        self._end_step(start, samples, client.gradient_bytes)
         if outcome.flags & protocol.DRAINING:
             self._end()
+
+    def _end_step(self, start: float, samples: int | None, nbytes: int) -> None:
+        """Count a step that began at `start`."""
+        end = time.perf_counter()
+        since_s = end - (self._ended_at or start)
+        world.current().counters.end_step(self.global_step, samples or 0, since_s, end - start, 0.0, 0.0, nbytes)
+        self._ended_at = end
+        self.waited_s += end - start
 
     def _send_hyperparameters(self, client: "Client") -> None:
         """Send the hyperparameters if the program has changed them, as a torch scheduler does."""
@@ -307,7 +311,8 @@ class ServersMode(Mode):
 
     def count_from(self, step: int) -> None:
         self._steps_before = None
-        self._servers.call(protocol.SetStep(step))
+        if self._context.worker == 0:
+            self._servers.call(protocol.SetStep(step))
 
     # Reports.
 

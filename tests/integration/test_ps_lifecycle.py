@@ -212,14 +212,23 @@ def train(name, saved):
     if allred.rank() == 0: print("restored", name, step, *digests(opt, params), flush=True)
     allred.barrier()
     rng = np.random.default_rng(step or 0)
-    for _ in range(3):
+    def train_step():
         opt.step(params, {name: rng.normal(size=p.shape).astype(p.dtype) for name, p in params.items()})
+        return int(allred.world.current().counters._values[0])  # what `allred top` shows
+    end = (step or 0) + 3
+    assert [train_step() for _ in range(3)] == [*range(end - 2, end + 1)]
     opt.pull(params)
     allred.barrier()
     if allred.rank() == 0:
         print("saved", name, *digests(opt, params), flush=True)
         opt.save(saved, params)
     allred.barrier()
+    train_step()
+    assert opt.global_step == end + 1
+    allred.barrier()
+    assert (opt.restore(saved, params), opt.global_step) == (end, end)
+    allred.barrier()
+    assert train_step() == opt.global_step == end + 1
 
 here, ranks, *jobs = sys.argv[1:]
 for job in jobs:
