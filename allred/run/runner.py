@@ -3,7 +3,7 @@
 1  mpirun starts the ranks. The watcher of the chief's node connects to the runner and passes on what ranks report
 2  signals are sent to the ranks through the watchers, because mpirun may kill them before they have saved
 3  mpirun ends. Its exit code does not tell whether the ranks were successful; their reports do
-4  after a failure the RestartPolicy decides. HostList that fail are left out; the session resumes from its checkpoint,
+4  after a failure the RestartPolicy decides. Hosts that cannot be reached are left out; the session resumes from its checkpoint,
    hvd.elastic.run from its commit, in a directory that is deleted after success
 5  a new size, from `allred resize` or a changed host file: the session is asked to stop, and the job starts again
 """
@@ -92,6 +92,8 @@ class Runner:
         self._starts = 1 + _requeued(os.environ)
         self._target = options.target
         self._hosts = options.find_hosts()
+        self._hosts_error = ""  # the last error of reading them
+        self._hosts_changed = False  # and the job was not yet asked to stop for that
         self._lost: set[str] = set()  # hosts that were unreachable for the watchers
         self._job: Job | None = None
         self._assigned: dict[str, int] = {}  # the number of ranks on each host, of the current start
@@ -138,7 +140,7 @@ class Runner:
             if ranks is None:
                 left = f"{count(available.total, 'slot')} left on {', '.join(available.slots)}"
                 say(f"{left}, but the job needs {least}" + "; --min-np allows fewer" * (self._options.min_np is None))
-                return end.code or 1
+                return self._leave(end.code or 1)
             end = self._start(available.assign(ranks), listening)
             if self._stops or (not end.code and not self._resizes):
                 return self._finish(end)
@@ -152,6 +154,9 @@ class Runner:
                     return self._finish(end)
             fewest = sum(self._assigned.values()) if end.code else 1
             available = self._available(after_failure=bool(end.code))
+            if self._hosts.slots and not available.slots:
+                say(f"no host of {self._hosts.source} can be reached; the job ends")
+                return self._leave(end.code or 1)
             self._starts, self._resizes = self._starts + 1, False
 
     def _finish(self, end: End, reason: str = "") -> int:
@@ -159,12 +164,16 @@ class Runner:
             say(f"{end.text}; the job ends" + f": {reason}" * bool(reason))
         elif end.code:
             say(end.text)
+        return self._leave(end.code)
+
+    def _leave(self, code: int) -> int:
+        """Delete the commits after success, or say how to continue from them. Return the exit code."""
         if self._owns_commits and os.path.isdir(self._commits):
-            if end.code or self._stops:
+            if code or self._stops:
                 say(f"ALLRED_ELASTIC_DIR={self._commits} continues from the last commit")
             else:
                 delete_commits(self._commits)
-        return end.code
+        return code
 
     def _start(self, assigned: dict[str, int], listening: tuple[str, int, str]) -> End:
         """Start the job, and return how it ended."""
@@ -175,7 +184,7 @@ class Runner:
         words = mpirun.command(
             self._launch, assigned, self._options.program, environ, mpirun.is_root(), self._options.forwards_all
         )
-        self._assigned = assigned
+        self._assigned, self._hosts_changed = assigned, False
         name = f"start {self._starts} of {self._options.name}" if self._starts > 1 else self._options.name
         where = f"{count(sum(assigned.values()), 'rank')} on {', '.join(assigned)}"
         say(f"{name}: {where}; {mpirun.describe(settings, words)}")
@@ -231,30 +240,38 @@ class Runner:
             lost |= probe.unreachable(self._hosts.without(lost).slots, os.environ)
         if lost:
             say(f"without {', '.join(sorted(lost))}: unreachable")
-        available = self._hosts.without(lost)
-        if self._hosts.slots and not available.slots:
-            raise ConfigError(f"no host of {self._hosts.source} can be reached")
-        return available
+        return self._hosts.without(lost)
 
     def _read_hosts(self) -> bool:
         """Read the hosts again. Return whether they have changed."""
-        before = self._hosts
+        before, text = self._hosts, ""
         try:
             self._hosts = self._options.find_hosts()
         except ConfigError as error:  # the file is being written, or is wrong now
-            say(f"{error}; the job keeps its hosts")
+            text = f"{error}; the job keeps its hosts"
+        if text and text != self._hosts_error:
+            say(text)
+        self._hosts_error = text
         return self._hosts != before
 
     def _look_at_hosts(self) -> None:
-        """Resize the job if the host file has changed."""
-        if self._job is None or self._stops or not self._read_hosts():
+        """Resize the job if the host file has changed, as soon as a session can write a checkpoint."""
+        if self._job is None or self._stops:
             return
-        self._target = self._options.max_np or self._target
-        wanted = restarts.size(self._hosts.total, self._target, self._options.min_np or 1)
-        if wanted is None:
-            return say(f"{self._hosts.source} has {count(self._hosts.total, 'slot')} now, fewer than --min-np")
-        if self._hosts.assign(wanted) != self._assigned and self._request_restart():
-            say(f"{self._hosts.source} has changed: {count(wanted, 'rank')} after a checkpoint of the current step")
+        if changed := self._read_hosts():
+            self._target, self._hosts_changed = self._options.max_np or self._target, True
+        if not self._hosts_changed:
+            return
+        source, wanted = self._hosts.source, restarts.size(self._hosts.total, self._target, self._options.min_np or 1)
+        if wanted is None or self._hosts.assign(wanted) == self._assigned:
+            self._hosts_changed = False
+            if wanted is None:
+                say(f"{source} has {count(self._hosts.total, 'slot')} now, fewer than --min-np")
+        elif self._request_restart():
+            self._hosts_changed = False
+            say(f"{source} has changed: {count(wanted, 'rank')} after a checkpoint of the current step")
+        elif changed:
+            say(f"{source} has changed; the job has no open allred.Session or hvd.elastic.run yet")
 
     def _answer(self, request: dict[str, int]) -> str:
         """Answer `allred resize`."""

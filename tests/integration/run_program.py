@@ -74,14 +74,19 @@ def main(what, argument=""):
             return step
 
         train(resize)
-    elif what == "hosts":  # the host file changes in the first start
-        sizes = dict(zip(range(1, 9), argument.split(","), strict=False))
+    elif what == "hosts":  # the host file changes in each start; in the third one before a session is open
+        sizes, file = dict(zip(range(1, 3), argument.split(","), strict=False)), pathlib.Path("hosts")
+        if os.environ["ALLRED_STARTS"] == "3" and rank == 0:
+            file.unlink()
+            time.sleep(2.5)  # `allred run` reads the file once a second
+            file.write_text(f"localhost slots={argument.split(',')[2]}\n")
+            time.sleep(2.5)
 
         def change(session, step):
             if step == 5 and rank == 0 and (size := sizes.get(session.starts)):
-                pathlib.Path("hosts").write_text(f"localhost slots={size}\n")
+                file.write_text(f"localhost slots={size}\n")
             while rank == 0 and step == 5 and session.starts in sizes and not session.asked:
-                time.sleep(0.05)  # `allred run` reads the file once a second
+                time.sleep(0.05)
 
         train(change)
     elif what == "same":  # fails before the eighth step, in each start

@@ -113,14 +113,18 @@ def test_resized_jobs_lose_and_repeat_no_step(mpi, tmp_path):
 
 
 def test_a_changed_host_file_resizes_the_job(tmp_path):
-    """It grows up to --max-np, and leaves slots that are no longer listed."""
+    """It grows up to --max-np, and leaves slots that are no longer listed. A change is kept until a session is open."""
     (tmp_path / "hosts").write_text("localhost slots=2\n")
     options = ["--hostfile", "hosts", "--max-np", 3]
-    result = allred_run("mpich", tmp_path, *options, PROGRAM, "hosts", "7,1")
+    result = allred_run("mpich", tmp_path, *options, PROGRAM, "hosts", "7,1,2")
     ended(result, 0)
     found = re.findall(r"^start (\d): (\d) ranks, steps (\d+) to (\d+)$", result.out, re.MULTILINE)
-    assert [(start, size) for start, size, _, _ in found] == [("1", "2"), ("2", "3"), ("3", "1")], result.text
+    assert [(start, size) for start, size, _, _ in found] == [("1", "2"), ("2", "3"), ("3", "1"), ("4", "2")], (
+        result.text
+    )
     assert [begin for _, _, begin, _ in found] == ["0", *[end for *_, end in found][:-1]]
+    assert result.err.count("; the job keeps its hosts\n") == 1, result.text
+    assert "hosts has changed; the job has no open allred.Session" in result.err, result.text
 
 
 def test_a_job_without_a_session_is_not_resized(tmp_path):
