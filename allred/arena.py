@@ -51,10 +51,9 @@ def enable(setting: str, ranks: int) -> None:
 def _size(setting: str, ranks: int) -> tuple[int, str]:
     """Return the size of the arena in bytes, and where it comes from. setting: auto, or a number of bytes."""
     limit, of = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE, "memory of this machine"
-    with contextlib.suppress(OSError):  # /proc or the files of the cgroup cannot be read
-        cgroup = limits().memory_bytes
-        if cgroup is not None and cgroup < limit:
-            limit, of = cgroup, "memory limit of the cgroup"
+    cgroup = limits().memory_bytes
+    if cgroup is not None and cgroup < limit:
+        limit, of = cgroup, "memory limit of the cgroup"
     if setting == "auto":
         return limit // (2 * ranks), f"ALLRED_ARENA=auto: 1/{2 * ranks} of the {of}, {arrays.amount(limit)}"
     if int(setting) > limit:

@@ -2,13 +2,15 @@
 
 import argparse
 import contextlib
+import math
 import os
 import sys
 import time
 from collections.abc import Callable
 from typing import NoReturn
 
-_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+from allred import launcher_variables
+
 _EXIT_DELAY_S = 1.0
 
 
@@ -19,14 +21,17 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; --help lists all options\n")
 
 
-def launched_rank() -> int:
-    """Return the rank of this process from the launcher's environment variables. Works before MPI has started."""
-    return int(next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "0"))
+def seconds(text: str) -> float:
+    """Return the value of an option that is a finite time > 0."""
+    with contextlib.suppress(ValueError):
+        if 0.0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"expected a number of seconds > 0, got {text!r}")
 
 
 def first_rank() -> bool:
-    """Return whether launched_rank() is 0."""
-    return launched_rank() == 0
+    """Return whether this process is rank 0, or no rank. Works before MPI has started."""
+    return not launcher_variables.rank(os.environ)
 
 
 def fail(line: str, code: int = 2) -> int:

@@ -2,13 +2,25 @@
 
 from collections.abc import Mapping
 
-_PREFIXES = ("PMI", "PRTE_", "HYDI_", "HYDRA_", "MPI_", "OMPI_")  # MPIR_CVAR_... are settings of MPICH
+PREFIXES = ("PMI", "PRTE_", "HYDI_", "HYDRA_", "MPI_", "OMPI_")  # MPIR_CVAR_... are settings of MPICH
+_RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")  # set by an MPI launcher for each rank
+
+
+def rank(environ: Mapping[str, str]) -> int | None:
+    """Return the rank of this process; None if no launcher has started it. Works before MPI has started."""
+    found = (environ.get(name, "") for name in (*_RANK, "SLURM_PROCID"))
+    return next((int(value) for value in found if value.isdigit()), None)
 
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a program that is not a rank of this process's job.
+    """Return the environment of a program that is not a rank of this process's job. In a rank, the settings of its
+    launcher are removed too: they cannot be told from what the launcher adds.
 
-    >>> without_launcher({"PMI_RANK": "1", "HOME": "/root"})
+    >>> without_launcher({"PMI_RANK": "1", "HYDRA_IFACE": "eth1", "HOME": "/root"})
     {'HOME': '/root'}
+    >>> without_launcher({"HYDRA_IFACE": "eth1", "HOME": "/root"})
+    {'HYDRA_IFACE': 'eth1', 'HOME': '/root'}
     """
-    return {name: value for name, value in environ.items() if not name.startswith(_PREFIXES)}
+    if not any(name in environ for name in _RANK):
+        return dict(environ)
+    return {name: value for name, value in environ.items() if not name.startswith(PREFIXES)}

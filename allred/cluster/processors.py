@@ -124,7 +124,7 @@ def limits(root: pathlib.Path = pathlib.Path("/sys/fs/cgroup"), own: str | None 
     own: the text of its /proc/PID/cgroup; default: this process. In a container this text often has the path of the
     host. If the path does not exist under `root`, the mount is the container's own group.
     """
-    text = pathlib.Path("/proc/self/cgroup").read_text() if own is None else own
+    text = read_file(pathlib.Path("/proc/self/cgroup")) if own is None else own
     memory: list[int] = []
     cpus: list[float] = []
     for entry in text.splitlines():
@@ -145,19 +145,20 @@ def _upwards(mount: pathlib.Path, path: str) -> list[pathlib.Path]:
 
 
 def _memory(group: pathlib.Path) -> list[int]:
-    values = (_read(group / name) for name in ("memory.max", "memory.limit_in_bytes"))
+    values = (read_file(group / name) for name in ("memory.max", "memory.limit_in_bytes"))
     return [int(value) for value in values if value.isdigit() and int(value) < UNLIMITED]
 
 
 def _cpus(group: pathlib.Path) -> list[float]:
-    words = _read(group / "cpu.max").split()
-    words = words or [_read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")]
+    words = read_file(group / "cpu.max").split()
+    words = words or [read_file(group / "cpu.cfs_quota_us"), read_file(group / "cpu.cfs_period_us")]
     if len(words) == 2 and words[0].isdigit() and words[1].isdigit() and int(words[1]):
         return [int(words[0]) / int(words[1])]
     return []
 
 
-def _read(path: pathlib.Path) -> str:
+def read_file(path: pathlib.Path) -> str:
+    """Return the text of a small file without surrounding whitespace; "" if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -148,11 +148,11 @@ class PointToPoint:
         """Raise the same error on both ranks if their records differ."""
         ranks = self._group.ranks
         both = [(_RECORD.unpack(record), ranks[each]) for record, each in ((sent, sender), (expected, receiver))]
-        (one, other) = (f"{text.rstrip(bytes(1)).decode()} on rank {rank}" for (_, text), rank in both)
+        (one, other) = (f"{_text(text)} on rank {rank}" for (_, text), rank in both)
         title = f"message from rank {ranks[sender]} to rank {ranks[receiver]}, tag {tag}"
         for (problem, text), rank in both:
             if problem:
-                raise InputError(f"{title}: rank {rank}: {text.rstrip(bytes(1)).decode()}")
+                raise InputError(f"{title}: rank {rank}: {_text(text)}")
         if sent != expected:
             raise MismatchError(f"{title}: the array differs: {one}; {other}; both must have the same dtype and shape")
 
@@ -166,6 +166,11 @@ def _checked(convert: Callable[[], Array]) -> tuple[Array, bytes, bool]:
         problem = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
         return np.empty(0, np.uint8), problem.encode()[:500], True
     return array, arrays.describe(array.shape, array.dtype).encode(), False
+
+
+def _text(padded: bytes) -> str:
+    """The text of a record, whose last character may be cut."""
+    return padded.rstrip(bytes(1)).decode(errors="ignore")
 
 
 def _as_record(record: bytes) -> Array:

@@ -53,7 +53,9 @@ def main(arguments: list[str]) -> int:
         epilog="Verdicts: ok; note (good to know); warn (slow, or not as intended); FAIL (the exit code is 1).",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object per line: verdict, topic, found, remedy")
-    parser.add_argument("--limit-s", type=float, default=30.0, help="longest wait for other ranks; default 30")
+    parser.add_argument(
+        "--limit-s", type=command_line.seconds, default=30.0, help="longest wait for other ranks; default 30"
+    )
     options = command_line.parse(parser.parse_args, arguments)
     if isinstance(options, int):
         return options

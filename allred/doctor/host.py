@@ -1,16 +1,14 @@
 """Resources of a host: cores and BLAS threads, memory and /dev/shm, network interfaces."""
 
 import dataclasses
-import fcntl
 import os
 import pathlib
 import resource
-import socket
-import struct
 from collections.abc import Mapping
 
 from allred.bench.output import size_name
-from allred.cluster.processors import Cores, limits, usable_cores
+from allred.cluster.interfaces import ipv4_addresses
+from allred.cluster.processors import Cores, limits, read_file, usable_cores
 from allred.doctor.findings import (
     FAIL,
     NOTE,
@@ -29,7 +27,6 @@ from allred.wording import count, named, ranges
 # A rank's part of /dev/shm: Open MPI 5 asks for files of 16 MiB, MPICH 5 fills about 5 MiB (measured).
 SHM_RANK_BYTES = 16 * 2**20
 _SHM = "/dev/shm"
-_SIOCGIFADDR = 0x8915  # linux/sockios.h
 _VIRTUAL = ("docker", "virbr", "br-", "veth", "cni", "podman", "lxc", "tun", "tap")
 _SLOW_MBPS = 10_000
 _NETWORK_VARIABLES = (
@@ -234,33 +231,17 @@ class NetworkFacts:
 
 
 def probe_network(sys_class: pathlib.Path = pathlib.Path("/sys/class")) -> NetworkFacts:
-    interfaces = []
+    interfaces, addresses = [], ipv4_addresses()
     for path in sorted((sys_class / "net").glob("*")):
-        if path.name != "lo" and _read(path / "operstate") in ("up", "unknown"):
-            speed = _read(path / "speed")  # -1 or an error on virtual interfaces
-            interfaces.append(Interface(path.name, _address(path.name), int(speed) if speed.isdigit() else 0))
+        if path.name != "lo" and read_file(path / "operstate") in ("up", "unknown"):
+            speed = read_file(path / "speed")  # -1 or an error on virtual interfaces
+            interfaces.append(Interface(path.name, addresses.get(path.name, ""), int(speed) if speed.isdigit() else 0))
     ports = []
     for port in sorted(sys_class.glob("infiniband/*/ports/*")):
-        state = _read(port / "state").split(":")[-1].strip()
-        ports.append(f"{port.parts[-3]} port {port.name}: {state}, {_read(port / 'rate')}")
+        state = read_file(port / "state").split(":")[-1].strip()
+        ports.append(f"{port.parts[-3]} port {port.name}: {state}, {read_file(port / 'rate')}")
     variables = {name: os.environ[name] for name in _NETWORK_VARIABLES if name in os.environ}
     return NetworkFacts(tuple(one for one in interfaces if one.address or one.mbps), tuple(ports), variables)
-
-
-def _address(name: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        try:
-            request = struct.pack("256s", name.encode()[:15])
-            return socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)[20:24])
-        except OSError:  # the interface has no IPv4 address
-            return ""
-
-
-def _read(path: pathlib.Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def diagnose_network(ranks: list[RankFacts[NetworkFacts]]) -> list[Finding]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from allred.cluster import launcher, mpi
 from allred.errors import ConfigError
-from allred.launcher_variables import without_launcher
+from allred.launcher_variables import PREFIXES
 from allred.run import host_list
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -64,7 +64,8 @@ def command(
     root = ["--allow-run-as-root"] * is_root
     names = [name for name in sorted(environ) if name.startswith(_FORWARDED)]
     if forwards_all and [*ranks] != [host_list.LOCAL]:
-        names = [name for name in sorted(without_launcher(environ)) if name.isidentifier() and name not in _OF_SHELL]
+        names = [name for name in sorted(environ) if name.isidentifier() and not name.startswith(PREFIXES)]
+        names = [name for name in names if name not in _OF_SHELL]
     forwarded = [word for name in names for word in ("-x", name)]
     # As many slots as ranks, so mpirun accepts more ranks than cores, and fills the hosts in this order.
     return [launch.path, *root, "--host", hosts, "--map-by", "slot", "--bind-to", "none", *forwarded, *total, *program]

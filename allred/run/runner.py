@@ -3,8 +3,8 @@
 1  mpirun starts the ranks. The watcher of the chief's node connects to the runner and passes on what ranks report
 2  signals are sent to the ranks through the watchers, because mpirun may kill them before they have saved
 3  mpirun ends. Its exit code does not tell whether the ranks were successful; their reports do
-4  after a failure the RestartPolicy decides. Hosts that cannot be reached are left out; the session resumes from its checkpoint,
-   hvd.elastic.run from its commit, in a directory that is deleted after success
+4  after a failure the RestartPolicy decides. Hosts that cannot be reached are left out; the session resumes from its
+   checkpoint, hvd.elastic.run from its commit, in a directory that is deleted after success
 5  a new size, from `allred resize` or a changed host file: the session is asked to stop, and the job starts again
 """
 

@@ -81,8 +81,9 @@ class RankProcess:
 
     def kill(self) -> int:
         """Kill the rank if it runs, and processes that it has started. Return its exit code, negative for a signal."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        if self.process.returncode is None:  # else another process may have its id
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
         self._close_descriptor()
         return self.process.wait()
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from allred import detached, log, native, world
+from allred import detached, launcher_variables, log, native, world
 from allred.cluster.topology import Topology
 from allred.config import Config
 from allred.watch import job_monitor, runner_link
@@ -140,8 +140,6 @@ def stop() -> None:
 
 SHORTEST_S = 60.0  # ALLRED_TIMEOUT_S may be shorter than the start of many hosts
 
-_RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-
 _WHAT = (
     "in allred.init() for the other ranks: one has not started, ended before it called init(), or cannot be reached "
     "over the network (python -m allred doctor, under the same mpirun, finds out which)"
@@ -161,7 +159,7 @@ def startup_timeout(settings: dict[str, Any] | str, lifeline: int = -1) -> Itera
     then this rank ends too.
     """
     known = settings if isinstance(settings, dict) else {}
-    rank = next((os.environ[name] for name in _RANK if os.environ.get(name, "").isdigit()), None)
+    rank = launcher_variables.rank(os.environ)
     if native.alarm is None or native.cancel_alarm is None or rank is None:
         yield
         return

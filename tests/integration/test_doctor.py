@@ -338,8 +338,9 @@ def test_info_and_its_settings_need_no_mpi():
 
 @pytest.mark.full  # test_bench.py has the same of the other command
 def test_arguments():
-    wrong = mpirun(2, "-m", "allred", "doctor", "--jsno")
-    assert wrong.code == 2, wrong.text
-    assert wrong.err.count("unrecognized arguments: --jsno") == 1, wrong.text
+    for option, text in [("--jsno", "unrecognized arguments: --jsno"), ("--limit-s=nan", "seconds > 0, got 'nan'")]:
+        wrong = mpirun(2, "-m", "allred", "doctor", option)
+        assert wrong.code == 2, wrong.text
+        assert wrong.err.count(text) == 1, wrong.text
     helped = mpirun(2, "-m", "allred", "info", "--help")
     assert (helped.code, helped.out.count("usage:")) == (0, 1), helped.text

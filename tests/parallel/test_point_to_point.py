@@ -7,6 +7,12 @@ import allred
 from allred.comm.point_to_point import CHUNK_BYTES
 from allred.errors import InputError, MismatchError
 
+
+class NotAnArray:
+    def __array__(self, dtype=None, copy=None):
+        raise ValueError("x" + "é" * 400)
+
+
 pytestmark = pytest.mark.mpi
 
 
@@ -96,8 +102,9 @@ def test_from_any_rank(comm):
         (np.zeros(3), np.zeros(3, int), r"float64 \(3,\) on rank 0; int64 \(3,\) on rank 1"),
         (np.zeros(3), [0, 0, 0], "rank 1: in place needs a numpy array, got list"),
         (np.zeros(3, complex), np.zeros(3), "rank 0: dtype complex128 is not supported"),
+        (NotAnArray(), np.zeros(3), f"rank 0: ValueError: x{'é' * 243}$"),  # the record holds 500 bytes
     ],
-    ids=["shape", "dtype", "list", "complex"],
+    ids=["shape", "dtype", "list", "complex", "long"],
 )
 def test_both_ranks_raise_the_same_error(comm, sent, expected, words):
     if comm.rank < 2:

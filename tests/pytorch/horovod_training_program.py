@@ -579,6 +579,9 @@ def synchronized_batch_normalization():
                     torch.testing.assert_close(layer(parts[0]), other(parts[0]), rtol=1e-3, atol=1e-3)
     with pytest.raises(ValueError, match="expected an input of shape"):
         hvd.SyncBatchNorm(4)(torch.ones(4))
+    layer = hvd.SyncBatchNorm(4)
+    layer(torch.ones(int(hvd.rank() == 0), 4))  # one value per channel on all ranks
+    torch.testing.assert_close(layer.running_var, torch.full((4,), 0.9))
 
 
 @case

@@ -8,7 +8,6 @@
 A connection that does not prove this within 5 s is closed. Data is not encrypted.
 """
 
-import fcntl
 import hmac
 import ipaddress
 import secrets
@@ -18,10 +17,10 @@ import threading
 import time
 from typing import Any
 
+from allred.cluster.interfaces import ipv4_addresses
 from allred.errors import ConfigError
 
 HANDSHAKE_S = 5.0
-_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 _PROOF_BYTES = 32
 _HELLO = struct.Struct("!I32s")  # rank, proof
 
@@ -61,14 +60,7 @@ def _fits(word: str, name: str, address: str) -> bool:
 
 def _interface_addresses() -> list[tuple[str, str]]:
     """Return (interface, address) of all interfaces that are up: IPv4, then IPv6 except link-local addresses."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            try:
-                reply = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                found.append((name, socket.inet_ntoa(reply[20:24])))
-            except OSError:  # it has no IPv4 address
-                continue
+    found = [*ipv4_addresses().items()]
     try:
         with open("/proc/net/if_inet6") as lines:
             rows = [line.split() for line in lines]

@@ -1,19 +1,20 @@
 """The program of a rank of horovod.run: calls the function, and writes the outcome. Argument: the directory."""
 
+import os
 import pickle
 import sys
 from pathlib import Path
 from typing import Any
 
+from allred import launcher_variables
 from allred.client.call import REMEDY, unpack
-from allred.command_line import launched_rank
 from allred.compat.horovodrun import rank_outcomes
 from allred.errors import InputError
 
 
 def main(directory: str) -> None:
     """Run the program."""
-    rank = launched_rank()
+    rank = launcher_variables.rank(os.environ) or 0
     try:
         function, args, kwargs = _load(directory)
         outcome = rank_outcomes.of_result(rank, function(*args, **kwargs))

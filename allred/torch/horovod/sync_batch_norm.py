@@ -69,5 +69,5 @@ class SyncBatchNorm(_BatchNorm):
         factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         with torch.no_grad():
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
-            unbiased = variance * count / (count - 1)
+            unbiased = variance * count / (count - 1).clamp(min=1)  # one value: 0
             self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
