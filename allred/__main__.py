@@ -1,5 +1,6 @@
 """`python -m allred COMMAND`: the command line. A command's modules are imported only if it is used."""
 
+import importlib
 import os
 import select
 import signal
@@ -18,34 +19,30 @@ usage: python -m allred COMMAND ...
   timeline  merge DIR: one trace of all ranks from what ALLRED_TIMELINE=DIR has written, and who waited for whom
 """
 
+_MODULES = {
+    "bench": "allred.bench.command",
+    "checkpoint": "allred.checkpoint.command",
+    "doctor": "allred.doctor.command",
+    "info": "allred.doctor.info",
+    "resize": "allred.run.resize",
+    "run": "allred.run.command",
+    "timeline": "allred.timeline.command",
+    "top": "allred.monitor.top",
+}
+
 
 def main(arguments: list[str]) -> int:
     """Run the command that the arguments name. Return the exit code."""
     command, rest = (arguments or [""])[0], arguments[1:]
-    if command == "bench":
-        from allred.bench.command import main as run_command
-    elif command == "checkpoint":
-        from allred.checkpoint.command import main as run_command
-    elif command == "doctor":
-        from allred.doctor.command import main as run_command
-    elif command == "info":
-        from allred.doctor.info import main as run_command
-    elif command == "run":
-        from allred.run.command import main as run_command
-    elif command == "top":
-        from allred.monitor.top import main as run_command
-    elif command == "resize":
-        from allred.run.resize import main as run_command
-    elif command == "timeline":
-        from allred.timeline.command import main as run_command
-    elif command in ("-h", "--help"):
+    if command in _MODULES:
+        code: int = importlib.import_module(_MODULES[command]).main(rest)
+        return code
+    if command in ("-h", "--help"):
         print(USAGE, end="")
         return 0
-    else:
-        from allred.command_line import fail
+    from allred.command_line import fail
 
-        return fail(f"{USAGE}python -m allred: {f'unknown command {command!r}' if command else 'which command?'}")
-    return run_command(rest)
+    return fail(f"{USAGE}python -m allred: {f'unknown command {command!r}' if command else 'no command given'}")
 
 
 def run(arguments: list[str]) -> int | str | None:

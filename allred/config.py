@@ -33,7 +33,7 @@ class Config:
     The secret of a process is not included: see `secret`.
     """
 
-    mode: str = _setting("sync", "training mode: sync or ps (docs/modes.md)", choices=("sync", "ps"), later=("local",))
+    mode: str = _setting("sync", "training mode: sync or ps (docs/modes.md)", choices=("sync", "ps"))
     num_ps: int = _count(1, "mode ps: number of parameter servers, which are the first ranks", "ranks", 1)
     consistency: str = _setting(
         "async", "mode ps: when gradients are applied (docs/modes.md)", choices=("async", "bounded", "sync")
@@ -146,10 +146,12 @@ class Config:
     starts: int = _count(1, "how often the job was started; `allred run` sets it", "starts", 1)
     runner: str = _setting("none", "where `allred run` receives reports of the ranks; it sets it", own=True)
     start_timeout_s: float = _setting(
-        1800.0, "time that a task started by hand waits for the other tasks, in seconds", minimum=0.1
+        1800.0, "time that a task started without a launcher waits for the other tasks, in seconds", minimum=0.1
     )
     secret: str = _setting(
-        "none", "shared secret by which tasks started by hand authenticate each other; it is never sent", own=True
+        "none",
+        "shared secret by which tasks started without a launcher authenticate each other; it is never sent",
+        own=True,
     )
     secret_file: str = _setting("none", "file that contains the secret", own=True)
     timeline: str = _setting(
@@ -201,13 +203,19 @@ def _suggest(variable: str) -> str:
     return f"did you mean {close[0]}?" if close else f"known variables are {', '.join(known)}"
 
 
+def choices(name: str) -> tuple[str, ...]:
+    """Return the values of a setting that has a list of them."""
+    values: tuple[str, ...] = _FIELDS[name].metadata["choices"]
+    return values
+
+
 def _parse(name: str, value: Any, where: str) -> Any:
     field = _FIELDS[name]
     expected = (
         field.metadata.get("expected")
         or {str: "a string", int: "a size such as 4MiB", float: "a number", bool: "1 or 0"}[type(field.default)]
     )
-    choices, later = field.metadata.get("choices"), field.metadata.get("later", ())
+    choices = field.metadata.get("choices")
     try:
         parsed = _convert(type(field.default), value, counts="expected" in field.metadata)
         if (smallest := field.metadata.get("size")) and parsed != field.default:
@@ -217,8 +225,7 @@ def _parse(name: str, value: Any, where: str) -> Any:
     except (ValueError, TypeError, KeyError, OverflowError):
         raise ConfigError(f"{where} is not {expected}") from None
     if choices and parsed not in choices:
-        coming = f" ({', '.join(later)}: planned, not in this version)" if later else ""
-        raise ConfigError(f"{where} is not available; choose one of {', '.join(choices)}{coming}")
+        raise ConfigError(f"{where} is not available; choose one of {', '.join(choices)}")
     minimum = field.metadata.get("minimum")
     if minimum is not None and not parsed >= minimum:
         raise ConfigError(f"{where} is too small; it must be at least {minimum}")

@@ -12,9 +12,9 @@ from typing import NamedTuple
 class Values(NamedTuple):
     """The numbers of a rank since init(). Times are in seconds, and sums over all steps; bytes are those of gradients.
 
-    step: the global step. in_step: 1 while the rank is in opt.step, else 0. seconds: of training: of the steps from
-    the end of the step before to their own end. waiting_s: until other ranks arrived; mode ps: with the servers.
-    communicating_s: without these waits. staleness: mode ps, sum over the gradients.
+    step: the global step. in_step: 1 while the rank is in opt.step, else 0. seconds: of training: a step
+    lasts from the end of the step before to its own end. waiting_s: until other ranks arrived; mode ps: with the
+    servers. communicating_s: without these waits. staleness: mode ps, sum over the gradients.
     """
 
     step: float = 0

@@ -127,8 +127,8 @@ class Server:
         if not task or not all(addresses.values()):
             missing = "job_name and task_index" if not task else "addresses, host:port, instead of numbers of tasks"
             raise InputError(
-                f"allred.Server: no launcher has started {len(addresses)} processes (mpirun -np {len(addresses)} ...), "
-                f"and to be started by hand it takes {missing}"
+                f"allred.Server: without a launcher it needs {missing}; or start the {len(addresses)} processes with "
+                f"mpirun -np {len(addresses)} ..."
             )
         enter_rendezvous(addresses, task, config.secret(os.environ), cluster, **modes)
 

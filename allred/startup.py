@@ -38,6 +38,7 @@ from allred.watch import exit_callbacks, runner_link, shm_files
 from allred.watch import start as watch
 from allred.watch.excepthook import status_at_exit
 from allred.watch.start import startup_timeout
+from allred.wording import count
 from allred.world import World
 
 
@@ -78,8 +79,8 @@ def init(
 class Cluster:
     """The cluster that this process is a task of.
 
-    workers_job: the name of the workers' job. lifeline: the descriptor that reports the end of this task to the others,
-    and theirs to it, if no launcher started it; else -1. tasks: the names of all tasks, by rank.
+    workers_job: the name of the workers' job. lifeline: the descriptor of the rendezvous that reports the ends of tasks
+    which were started without a launcher; -1 with a launcher. tasks: the names of all tasks, by rank.
     """
 
     workers_job: str = "worker"
@@ -219,7 +220,7 @@ def _plan(facts: list[_Facts], cluster: Cluster, has_mpi: bool) -> _Decisions:
     if cluster.lifeline >= 0 and not config.watcher:
         raise ConfigError(
             "ALLRED_WATCHER=0 is for jobs with a launcher, which ends all ranks when one dies; tasks that were "
-            "started by hand have only the watchers"
+            "started without a launcher have only the watchers"
         )
     nodes = topology.pretend(config.pretend_nodes, len(facts)) or [each.host for each in facts]
     stop = len(facts) - cluster.clients
@@ -241,8 +242,8 @@ def _servers(config: Config, ranks: int) -> int:
         return 0
     if config.num_ps >= ranks:
         raise ConfigError(
-            f"mode ps with {config.num_ps} parameter server{'s' * (config.num_ps > 1)} and no worker: {ranks} rank"
-            f"{'s' * (ranks > 1)} in all; start at least {config.num_ps + 1}"
+            f"mode ps with {count(config.num_ps, 'parameter server')} and no worker: {count(ranks, 'rank')} "
+            f"in all; start at least {config.num_ps + 1}"
         )
     return config.num_ps
 
@@ -333,12 +334,12 @@ def _banner(here: World, library: str) -> str:
     from allred import __version__
 
     shape, config = here.topology, here.config
-    ranks, servers = f"{shape.size} rank{'s' * (shape.size > 1)}", shape.servers
+    ranks, servers = count(shape.size, "rank"), shape.servers
     clients = shape.world_size - shape.size - servers
     if servers or clients:
-        ranks = f"{shape.size} worker{'s' * (shape.size > 1)}"
-        ranks += f", {servers} parameter server{'s' * (servers > 1)}" * (servers > 0)
-        ranks += f", {clients} client{'s' * (clients > 1)}" * (clients > 0)
+        ranks = count(shape.size, "worker")
+        ranks += f", {count(servers, 'parameter server')}" * (servers > 0)
+        ranks += f", {count(clients, 'client')}" * (clients > 0)
     nodes = f"{shape.nodes} nodes, chief on {socket.gethostname()}" if shape.nodes > 1 else socket.gethostname()
     extension = "C extension" if native.available else "no C extension (python -m allred.native says why)"
     return (

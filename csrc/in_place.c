@@ -166,9 +166,9 @@ int allred_begin_in_place(allred_operation *op) {
   if (!op->segment->arenas.base) return 0;
   for (size_t i = 0; i < op->tensor_count; i++) {
     allred_tensor *tensor = &op->tensors[i];
-    const int has_card = !tensor->wire && tensor->bytes >= op->segment->arenas.min_tensor_bytes &&
+    const int has_location = !tensor->wire && tensor->bytes >= op->segment->arenas.min_tensor_bytes &&
                          (locations + 1) * sizeof(location) <= op->segment->chunk_bytes;
-    tensor->location = has_card ? locations++ : NO_LOCATION;
+    tensor->location = has_location ? locations++ : NO_LOCATION;
   }
   op->transfer = &locations_and_slices;
   op->rounds = 1;

@@ -11,8 +11,6 @@ enum { BEGIN, EXCHANGE };
 
 static allred_network *network_of(const allred_operation *op) { return op->segment->network; }
 
-static size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
-
 static int all_ranks(const allred_network *network) { return network->first_rank[network->hosts]; }
 
 /* ---- the board: for each of two operations, the headers of all ranks, then the sum */
@@ -32,7 +30,7 @@ static char *board_sum(const allred_network *network, uint64_t operation) {
 }
 
 size_t allred_network_bytes(int local_ranks, int ranks, size_t window_bytes) {
-  return round_up(2 * board_bytes(ranks), 4096) +
+  return allred_round_up(2 * board_bytes(ranks), 4096) +
          (size_t)local_ranks * (ALLRED_WINDOWS * window_bytes + 4096); /* a page of counters */
 }
 
@@ -79,7 +77,9 @@ static size_t largest_message(const allred_network *network) {
   return sizeof(message_head) + most + ALLRED_SMALL_BYTES;
 }
 
-size_t allred_message_bytes(const allred_network *network) { return round_up(largest_message(network), ALLRED_LINE); }
+size_t allred_message_bytes(const allred_network *network) {
+  return allred_round_up(largest_message(network), ALLRED_LINE);
+}
 
 static char *received(const allred_network *network, int host) {
   return network->received + (doubles(network) ? 0 : (size_t)host * allred_message_bytes(network));

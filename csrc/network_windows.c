@@ -14,8 +14,6 @@ typedef struct {
 
 static allred_network *network_of(const allred_operation *op) { return op->segment->network; }
 
-static size_t round_up(size_t bytes) { return (bytes + ALLRED_LINE - 1) / ALLRED_LINE * ALLRED_LINE; }
-
 /* ---- shared memory */
 
 static char *area(const allred_operation *op, int rank) {
@@ -49,7 +47,7 @@ typedef struct {
 } part;
 
 static part part_of(size_t bytes, int parts, int index) {
-  const size_t each = round_up((bytes + (size_t)parts - 1) / (size_t)parts);
+  const size_t each = allred_round_up((bytes + (size_t)parts - 1) / (size_t)parts, ALLRED_LINE);
   const size_t start = allred_smaller(each * (size_t)index, bytes);
   return (part){start, allred_smaller(each, bytes - start)};
 }

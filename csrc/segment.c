@@ -7,14 +7,12 @@
 /* Processors fetch cache lines in aligned pairs; a header and the first data bytes are one pair. */
 #define PAIR ((size_t)2 * ALLRED_LINE)
 
-static size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
-
-static size_t inline_slot_bytes(void) { return round_up(sizeof(allred_header) + ALLRED_INLINE_BYTES, PAIR); }
+static size_t inline_slot_bytes(void) { return allred_round_up(sizeof(allred_header) + ALLRED_INLINE_BYTES, PAIR); }
 
 static size_t ring_bytes(size_t chunk_bytes) { return ALLRED_RING_CHUNKS * chunk_bytes; }
 
 static size_t area_bytes(size_t chunk_bytes) {
-  return round_up(PAIR + 2 * inline_slot_bytes() + ring_bytes(chunk_bytes), PAGE);
+  return allred_round_up(PAIR + 2 * inline_slot_bytes() + ring_bytes(chunk_bytes), PAGE);
 }
 
 size_t allred_segment_bytes(int ranks, size_t chunk_bytes) { return (size_t)ranks * area_bytes(chunk_bytes); }
@@ -52,7 +50,7 @@ size_t allred_segment_place(const allred_segment *segment) {
 }
 
 void allred_segment_advance(allred_segment *segment, size_t bytes) {
-  segment->place = allred_segment_place(segment) + round_up(bytes, PAIR);
+  segment->place = allred_segment_place(segment) + allred_round_up(bytes, PAIR);
 }
 
 static _Atomic uint64_t *sequence(const allred_segment *segment, int rank, uint64_t operation) {

@@ -36,6 +36,8 @@
 #define ALLRED_RING_CHUNKS 16                    /* at least 3 */
 #define ALLRED_IN_PLACE_BYTES ((size_t)16 << 10) /* smallest tensor that is reduced in place */
 
+static inline size_t allred_round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
+
 /* Memory that all ranks map, each at an address of its own: `base[r]` is the arena of rank r in this process. */
 typedef struct {
   char *const *base;       /* of each rank; NULL: there are no arenas */

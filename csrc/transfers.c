@@ -4,8 +4,6 @@
 #include "in_place.h"
 #include "scan.h"
 
-static size_t round_up(size_t bytes) { return (bytes + ALLRED_LINE - 1) / ALLRED_LINE * ALLRED_LINE; }
-
 /*
  * allreduce. A chunk holds consecutive tensors, or parts of them, of one dtype: it is the fusion buffer. If this dtype
  * travels as a narrower one, numbers are rounded while they are copied into the chunk, and every rank reduces the
@@ -90,7 +88,7 @@ static void fill_weighted(const allred_operation *op, char *chunk, const char *f
 }
 
 static size_t part_of(const allred_operation *op) {
-  return round_up((op->data_bytes + (size_t)op->segment->ranks - 1) / (size_t)op->segment->ranks);
+  return allred_round_up((op->data_bytes + (size_t)op->segment->ranks - 1) / (size_t)op->segment->ranks, ALLRED_LINE);
 }
 
 void allred_fill_tensors(allred_operation *op, char *chunk) {
@@ -114,7 +112,7 @@ void allred_fill_tensors(allred_operation *op, char *chunk) {
     room -= bytes >> by;
   }
   op->data_bytes = op->chunk_bytes = all - room;
-  if (by && two_phase) op->chunk_bytes = round_up(op->data_bytes) + (part_of(op) << by);
+  if (by && two_phase) op->chunk_bytes = allred_round_up(op->data_bytes, ALLRED_LINE) + (part_of(op) << by);
   op->segment->sent += op->data_bytes;
   allred_copy_end(&op->segment->copy_policy, begun, op->data_bytes << by);
 }
@@ -183,13 +181,13 @@ static int reduce_part(allred_operation *op, char *chunk) {
   const int by = chunk_narrowing(op);
   const void *sources[ALLRED_MAX_RANKS];
   for (int rank = 0; rank < op->segment->ranks; rank++) sources[rank] = allred_operation_chunk(op, rank) + start;
-  kernel_of(op)(chunk + (by ? round_up(op->data_bytes) : start), sources, op->segment->ranks,
+  kernel_of(op)(chunk + (by ? allred_round_up(op->data_bytes, ALLRED_LINE) : start), sources, op->segment->ranks,
                 (bytes << by) / allred_dtype_bytes(op->chunk_dtype), op->divisor);
   return ALLRED_DONE;
 }
 
 static void copy_parts(allred_operation *op) {
-  const size_t part = part_of(op), behind = round_up(op->data_bytes);
+  const size_t part = part_of(op), behind = allred_round_up(op->data_bytes, ALLRED_LINE);
   const int by = chunk_narrowing(op);
   const allred_tensor *tensor;
   size_t offset;

@@ -27,6 +27,7 @@ from allred.arrays import Array
 from allred.bench import baselines, measure, output, verify
 from allred.bench.measure import Call
 from allred.comm import functions
+from allred.wording import count
 
 Part = Callable[[float], object]  # takes the seconds to work
 BUSY_S = 0.2
@@ -47,7 +48,7 @@ def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> N
     prints = comm.Get_rank() == 0
     assert not functions.current().queue.engine.has_progress_thread
     if prints and not options.json:
-        print(f"overlap: {labels['ranks']} ranks, backend {labels['backend']}, progress {labels['progress']}")
+        print(f"overlap: {count(labels['ranks'], 'rank')}, backend {labels['backend']}, progress {labels['progress']}")
         print(*output.condition_lines(conditions), sep="\n")
 
     def write(name: str, result: dict[str, Any]) -> None:

@@ -35,6 +35,7 @@ import allred
 from allred.bench import measure, output, torch_hooks, torch_horovod, verify
 from allred.comm import functions
 from allred.torch.tensors import as_array
+from allred.wording import count
 
 LAYERS = 6
 CLASSES = 10
@@ -53,7 +54,7 @@ def run(options: argparse.Namespace, comm: Any, conditions: Record) -> None:
     labels["threads_of_torch"] = torch.get_num_threads()
     prints = comm.Get_rank() == 0
     if prints and not options.json:
-        print(f"torch {labels['torch']}: {labels['ranks']} ranks, backend {labels['backend']}")
+        print(f"torch {labels['torch']}: {count(labels['ranks'], 'rank')}, backend {labels['backend']}")
         print(*output.condition_lines(conditions), sep="\n", flush=True)
     for result in _measure(options, comm, gloo):
         record = {"bench": "torch", **result, **labels, **conditions}
@@ -210,24 +211,15 @@ def _verify_model(variants: Variants, data: Data, comm: Any) -> None:
 
 
 def _measure_grouped(name: str, seconds: float, comm: Any, gloo: Any) -> Record:
-    size, tensors = comm.Get_size(), [torch.zeros(shape) for shape in verify.PS_SETS[name]()]
+    tensors = [torch.zeros(shape) for shape in verify.PS_SETS[name]()]
 
     def grouped() -> None:
         allred.grouped_allreduce_([as_array(tensor) for tensor in tensors])
 
-    def per_tensor() -> None:
-        for tensor in tensors:
-            dist.all_reduce(tensor, group=gloo)
-            tensor.div_(size)
-
-    calls = {"gloo per tensor": per_tensor, "allred": grouped}
-    for title, call in calls.items():
-        for index, tensor in enumerate(tensors):
-            tensor.fill_(index + comm.Get_rank())
-        call()
-        wrong = [i for i, tensor in enumerate(tensors) if not bool((tensor == i + (size - 1) / 2).all())]
-        verify.raise_if_any(f"torch: grouped by {title}", f"tensors {wrong[:5]}" if wrong else "", comm)
-    for tensor in tensors:
-        tensor.zero_()
+    calls: torch_horovod.Calls = {
+        "gloo per tensor": functools.partial(torch_horovod.average_by_gloo, tensors, gloo),
+        "allred": grouped,
+    }
+    times = torch_horovod.measure_averages(calls, tensors, seconds, comm)
     nbytes = sum(tensor.nbytes for tensor in tensors)
-    return {"tensors": name, "bytes": nbytes, **_compare(measure.interleave(calls, comm, seconds), "gloo per tensor")}
+    return {"tensors": name, "bytes": nbytes, **_compare(times, "gloo per tensor")}

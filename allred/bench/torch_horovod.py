@@ -94,14 +94,15 @@ def _step_calls(modules: dict[str, Any], models: list[Any], data: tuple[Any, Any
     return calls
 
 
+def average_by_gloo(tensors: list[Any], gloo: Any) -> None:
+    """Replace each tensor by its mean over the ranks."""
+    for tensor in tensors:
+        dist.all_reduce(tensor, group=gloo)
+        tensor.div_(dist.get_world_size(gloo))
+
+
 def average_calls(modules: dict[str, Any], tensors: list[Any], gloo: Any) -> Calls:
     """Return the calls that replace tensors by their mean over the ranks."""
-    size = allred.size()
-
-    def per_tensor() -> None:
-        for tensor in tensors:
-            dist.all_reduce(tensor, group=gloo)
-            tensor.div_(size)
 
     def each(module: Any) -> None:
         for tensor in tensors:
@@ -111,7 +112,7 @@ def average_calls(modules: dict[str, Any], tensors: list[Any], gloo: Any) -> Cal
         for handle in [module.allreduce_async_(tensor) for tensor in tensors]:
             module.synchronize(handle)
 
-    calls: Calls = {"gloo per tensor": per_tensor}
+    calls: Calls = {"gloo per tensor": functools.partial(average_by_gloo, tensors, gloo)}
     for name, module in modules.items():
         calls[f"{name} per tensor"] = functools.partial(each, module)
         calls[f"{name} async"] = functools.partial(each_async, module)
@@ -119,10 +120,9 @@ def average_calls(modules: dict[str, Any], tensors: list[Any], gloo: Any) -> Cal
     return calls
 
 
-def measure_averages(modules: dict[str, Any], seconds: float, comm: Any, gloo: Any) -> dict[str, measure.CallTimes]:
-    """Check the results of all calls, and time them."""
-    size, tensors = comm.Get_size(), [torch.zeros(16) for _ in range(TENSORS)]
-    calls = average_calls(modules, tensors, gloo)
+def measure_averages(calls: Calls, tensors: list[Any], seconds: float, comm: Any) -> dict[str, measure.CallTimes]:
+    """Check that each call replaces the tensors by their mean over the ranks, and time them."""
+    size = comm.Get_size()
     for title, call in calls.items():
         for index, tensor in enumerate(tensors):
             tensor.fill_(index + comm.Get_rank())
@@ -147,4 +147,6 @@ def measure_all(
     for batch in batches:
         times = measure_steps(modules, make, data(batch), seconds, comm)
         yield {"set": "mlp", "batch": batch}, times, "allred.distributed"
-    yield {"set": "averages", "tensors": TENSORS}, measure_averages(modules, seconds, comm, gloo), "gloo per tensor"
+    tensors = [torch.zeros(16) for _ in range(TENSORS)]
+    calls = average_calls(modules, tensors, gloo)
+    yield {"set": "averages", "tensors": TENSORS}, measure_averages(calls, tensors, seconds, comm), "gloo per tensor"

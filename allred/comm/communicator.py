@@ -98,7 +98,7 @@ class Communicator(Group):
                         self._complete(begun, Reduction("allreduce", [value], [target], op, name, compression))
                         return target
                 except BaseException as error:
-                    self._cut_short(error)
+                    self._poison_if_pending(error)
                     raise
         if self.queue.track is not None:
             self.queue.track.call("allreduce")
@@ -175,14 +175,14 @@ class Communicator(Group):
                         self._complete(begun, reduction)
                         return targets
                 except BaseException as error:
-                    self._cut_short(error)
+                    self._poison_if_pending(error)
                     raise
         if self.queue.track is not None:
             self.queue.track.call("grouped_allreduce")
         return self.grouped_allreduce(group, op, name, compression, in_place, checks_finite, weight).wait()
 
-    def _cut_short(self, error: BaseException) -> None:
-        """An exception on the fast path, other than one that all ranks raise, may leave the others in an operation."""
+    def _poison_if_pending(self, error: BaseException) -> None:
+        """Poison the queue if an exception of this rank alone leaves an allreduce of the fast path pending."""
         if not isinstance(error, AllredError) and self._fast is not None and self._fast.pending:
             self.queue.poison(f"an allreduce was cut short by {type(error).__name__}")
 

@@ -22,6 +22,7 @@ from allred.comm.work import Steps, Work, WorkQueue
 from allred.errors import InputError
 from allred.gpu.launch_order import LaunchTurn
 from allred.timeline.recorder import Operation, Track
+from allred.wording import named
 
 if TYPE_CHECKING:
     from allred.comm.backends.shm import ShmBackend
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_BEHIND = 16  # later operations sent along with a mismatch, because they may explain it
+_MAX_LATER = 16  # later operations sent along with a mismatch, because they may explain it
 
 
 class Group:
@@ -131,8 +132,8 @@ class Group:
         """Exchange headers. Return the group that runs the operation, and the headers of its ranks. Raises the same
         error on every rank if the headers disagree."""
         headers = yield from self.backend.exchange(self._announce(descriptor))
-        if (noted := self._noted) is not None:
-            noted.agree()
+        if (timeline_record := self._timeline_record) is not None:
+            timeline_record.agree()
         if header.agree(headers):
             self._active = None
             return self, headers
@@ -145,9 +146,9 @@ class Group:
         assert work is not None
         self._describe(lambda: descriptor, lambda: number)
         work.ranks = self.active.size
-        if (noted := self._noted) is not None:
-            noted.nbytes = descriptor.nbytes
-            noted.agree()
+        if (timeline_record := self._timeline_record) is not None:
+            timeline_record.nbytes = descriptor.nbytes
+            timeline_record.agree()
         return self.active
 
     def agree_and_move(
@@ -186,17 +187,17 @@ class Group:
         return group
 
     @property
-    def _noted(self) -> Operation | None:
+    def _timeline_record(self) -> Operation | None:
         """The record of the current operation in the timeline."""
-        return None if self.queue.advancing is None else self.queue.advancing.noted
+        return None if self.queue.advancing is None else self.queue.advancing.timeline_record
 
     def _announce(self, descriptor: OpDescriptor) -> bytes:
         """Return the header of the operation. From here on the other ranks know of it."""
         if self.checks_places and descriptor.kind != "join":  # ranks may join at any line
             descriptor = dataclasses.replace(descriptor, place=self._place())
         number = self._sequence
-        if (noted := self._noted) is not None:
-            noted.nbytes = descriptor.nbytes
+        if (timeline_record := self._timeline_record) is not None:
+            timeline_record.nbytes = descriptor.nbytes
         self._describe(lambda: descriptor, lambda: number)
         self._sequence += 1
         return descriptor.pack(number)
@@ -213,8 +214,10 @@ class Group:
     def _resolve(self, descriptor: OpDescriptor) -> "Steps[tuple[Group, list[bytes]]]":
         """As `agree`, after headers differ: exchange descriptors, and find the ranks that have not joined."""
         assert self.queue.advancing is not None
-        behind, place = tuple(self.queue.behind(self.queue.advancing, _BEHIND)), self._place()
-        mine = dataclasses.replace(descriptor, found_at=place, place=place if self.checks_places else "", behind=behind)
+        started_later, place = tuple(self.queue.started_later(self.queue.advancing, _MAX_LATER)), self._place()
+        mine = dataclasses.replace(
+            descriptor, found_at=place, place=place if self.checks_places else "", started_later=started_later
+        )
         descriptors = yield from self.backend.allgather_object(pickled(mine))
         if self.make_subgroup is None or any(each.kind == "shutdown" for each in descriptors):
             raise header.verdict(descriptors, self.ranks)
@@ -238,4 +241,4 @@ class Group:
     def require_all(self, group: "Group", descriptor: OpDescriptor) -> None:
         """Raise InputError if a rank has joined, for an operation that sends rows to every rank."""
         if gone := [rank for rank in self.ranks if rank not in group.ranks]:
-            raise InputError(f"{descriptor.title}: some rows are for {header.rank_list(gone)}, which joined before")
+            raise InputError(f"{descriptor.title}: some rows are for {named('rank', gone)}, which joined before")

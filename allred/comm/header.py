@@ -32,6 +32,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from allred.errors import AllredError, InputError, MismatchError
+from allred.wording import named
 
 BYTES = 64
 _NOT_THE_PROGRAM = ("allred", "_allred_torch", "contextlib", "torch", "typing_extensions")
@@ -65,10 +66,10 @@ class OpDescriptor:
     problem: str = ""
     place: str = ""  # the line of the program, "train.py:87", if it must agree
     found_at: str = ""  # the same, found after the ranks disagree
-    behind: tuple[str, ...] = ()  # kind and name of the operations that this rank started after it
+    started_later: tuple[str, ...] = ()  # kind and name of the operations that this rank started after it
 
     @property
-    def short(self) -> str:
+    def label(self) -> str:
         """Its kind and name."""
         return f"{self.kind}{quoted(self.name)}"
 
@@ -176,7 +177,7 @@ def _verdict(calls: list[OpDescriptor], ranks: Sequence[int]) -> AllredError:
     if problems:
         first = min(problems)
         same = [ranks[index] for index in problems if problems[index] == problems[first]]
-        who = "" if len(same) == len(calls) else f"{rank_list(same)}: "
+        who = "" if len(same) == len(calls) else f"{named('rank', same)}: "
         return InputError(f"{calls[first].title or calls[first].kind}: {who}{problems[first]}")
     titles = [call.title or call.kind for call in calls]
     if words := _swapped(calls, ranks):
@@ -205,10 +206,14 @@ def _swapped(calls: list[OpDescriptor], ranks: Sequence[int]) -> str:
     """Describe two ranks that started the same operations in different orders; "" if there are none."""
     for one, first in enumerate(calls):
         for other, second in enumerate(calls[:one]):
-            if first.short != second.short and first.short in second.behind and second.short in first.behind:
+            if (
+                first.label != second.label
+                and first.label in second.started_later
+                and second.label in first.started_later
+            ):
                 return (
-                    f"ranks started operations in different orders: rank {ranks[other]} started {second.short} before "
-                    f"{first.short}, rank {ranks[one]} started {first.short} before {second.short}; all ranks must "
+                    f"ranks started operations in different orders: rank {ranks[other]} started {second.label} before "
+                    f"{first.label}, rank {ranks[one]} started {first.label} before {second.label}; all ranks must "
                     "start the same operations in the same order"
                 )
     return ""
@@ -222,13 +227,8 @@ def quoted(name: Any) -> str:
 
 
 def by_rank(texts: list[str], ranks: Sequence[int] | None = None) -> str:
-    """Group equal texts: `3 on ranks 0 and 2; 4 on rank 1`. ranks: their numbers; default: 0, 1, ..."""
+    """Group equal texts: `3 on ranks 0,2; 4 on rank 1`. ranks: their numbers; default: 0, 1, ..."""
     groups: dict[str, list[int]] = {}
     for rank, text in zip(range(len(texts)) if ranks is None else ranks, texts, strict=True):
         groups.setdefault(text, []).append(rank)
-    return "; ".join(f"{text} on {rank_list(ranks)}" for text, ranks in groups.items())
-
-
-def rank_list(ranks: list[int]) -> str:
-    """Return `rank 2` or `ranks 0, 1 and 3`."""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    return "; ".join(f"{text} on {named('rank', ranks)}" for text, ranks in groups.items())

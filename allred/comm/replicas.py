@@ -13,9 +13,10 @@ from typing import Any, NamedTuple, Protocol
 
 from allred import log, nest, world
 from allred.comm.communicator import Communicator
-from allred.comm.header import hash_text, rank_list
+from allred.comm.header import hash_text
 from allred.errors import InputError
 from allred.fusion import Tensor
+from allred.wording import named
 
 
 class Version(NamedTuple):
@@ -124,7 +125,7 @@ def refresh(communicator: Communicator, joined_at: int, last: int) -> None:
         ]
         if without:
             log.warning(
-                f"join(): {rank_list(without)} joined before the first step of {newest.name} with its parameters, so "
-                f"these are not copied from rank {last}, which joined last; call "
+                f"join(): {named('rank', without)} joined before the first step of {newest.name} with its parameters, "
+                f"so these are not copied from rank {last}, which joined last; call "
                 f"{newest.name}.broadcast(params, root={last}) on all ranks"
             )

@@ -117,7 +117,7 @@ class Work(Generic[T]):
         self.described: tuple[Callable[[], OpDescriptor], Callable[[], int]] | None = None  # descriptor and number
         self.turn: LaunchTurn | None = None  # of an operation on device arrays: when it may be launched
         self.end: Completion | None = None  # of an operation on device arrays; it may still run on the GPU
-        self.noted: Operation | None = None  # its record in the timeline
+        self.timeline_record: Operation | None = None  # its record in the timeline
         self.ranks = 0  # when it is complete: how many ranks took part, without those that have joined
         self._queue = queue
         self._steps = steps
@@ -193,8 +193,8 @@ class Work(Generic[T]):
         self._queue.engine.on_complete(self._first)
         self._queue.advancing = None  # release the operation: its result may be large
         self._pending = self._first = None
-        if self.noted is not None and self._queue.track is not None:
-            self._queue.track.end(self.noted)
+        if self.timeline_record is not None and self._queue.track is not None:
+            self._queue.track.end(self.timeline_record)
 
 
 class WorkQueue:
@@ -226,7 +226,7 @@ class WorkQueue:
             work = Work(self, title, steps)
             work.turn = turn
             if self.track is not None:
-                work.noted = Operation(title)
+                work.timeline_record = Operation(title)
             self._works.append(work)
             self.idle = False
             if self._ahead:
@@ -235,7 +235,7 @@ class WorkQueue:
                 self._progress(work)
         return work
 
-    def behind(self, work: Work[Any], count: int) -> list[str]:
+    def started_later(self, work: Work[Any], count: int) -> list[str]:
         """Return the titles of up to `count` operations that were started after `work`."""
         later = itertools.dropwhile(lambda other: other is not work, self._works)
         return [other.title for other in itertools.islice(later, 1, 1 + count)]
@@ -319,8 +319,8 @@ class WorkQueue:
                 long_wait.end()
             now = time.perf_counter()
             self.waited_s += now - start
-            if self.track is not None and work.noted is not None:
-                self.track.waited(work.noted, start)
+            if self.track is not None and work.timeline_record is not None:
+                self.track.waited(work.timeline_record, start)
 
     def describe(self) -> str:
         """Describe the current operation."""

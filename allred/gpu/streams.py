@@ -45,6 +45,7 @@ import numpy as np
 
 from allred.gpu.kernels import Kernels
 from allred.gpu.launch_order import LaunchOrder
+from allred.wording import count
 
 _UUID_BYTES = 16
 _NOT_READY = 600  # cudaErrorNotReady
@@ -112,8 +113,8 @@ def binding_error(seen: Sequence[VisibleGpus], nodes: Sequence[int], oversubscri
         devices = {device for rank in here for device in seen[rank].devices}
         if not oversubscribe and any(one.sharing > 1 for one in _bind_node([seen[rank] for rank in here])):
             return (
-                f"{len(here)} ranks (rank {here[0]} and others) share a node with {len(devices)} GPU"
-                f"{'s' * (len(devices) != 1)}; start one rank per GPU, or set ALLRED_GPU_OVERSUBSCRIBE=1 to let ranks "
+                f"{len(here)} ranks (rank {here[0]} and others) share a node with {count(len(devices), 'GPU')}; "
+                f"start one rank per GPU, or set ALLRED_GPU_OVERSUBSCRIBE=1 to let ranks "
                 "share a GPU, which is slow and meant for tests"
             )
     return ""

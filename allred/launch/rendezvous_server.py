@@ -164,7 +164,7 @@ class RendezvousServer:
             return channel.connection.close()
         self._watch(channel, lambda: self._receive_pmi(rank), lambda: self._pmi_channels.pop(rank, None))
         self._pmi_channels[rank] = channel
-        channel.send({"speak": True})
+        channel.send({"connected": True})
 
     def _receive_pmi(self, rank: int) -> None:
         assert self._pmi is not None

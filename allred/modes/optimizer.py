@@ -8,7 +8,6 @@ import functools
 import importlib
 import os
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -20,22 +19,13 @@ from allred.modes.clipping import Clipper
 from allred.modes.detect.mistake_checks import restored, updates_of
 from allred.modes.match import Accumulator, Matcher, SampleCount, fill_parameters, parameter
 from allred.modes.options import Mode, SessionSupport, StepInput, StepOptions
-from allred.modes.ps import ServersMode
+from allred.modes.ps import PsMode
 from allred.modes.sync import SyncMode, has_state
 from allred.ps import context
 from allred.ps.protocol import Statistics
 from allred.timeline.recorder import span
 
-_SCALER, _EXTRA = "the optimizer's scaler", "what else there is"  # keys in a checkpoint
-
-
-def _deprecated(old: str, new: str) -> property:
-    def get(self: "DistributedOptimizer") -> Any:
-        text = f"DistributedOptimizer.{old} is now session_support.{new}; the old name is removed in version 1.0"
-        warnings.warn(text, DeprecationWarning, stacklevel=2)
-        return getattr(self.session_support, new)
-
-    return property(get, doc=f"Deprecated: use `session_support.{new}`.")
+_SCALER, _EXTRA = "the optimizer's scaler", "extra"  # keys in a checkpoint
 
 
 def is_torch_optimizer(value: Any) -> bool:
@@ -111,7 +101,7 @@ class DistributedOptimizer:
             if not sync and self._options.compression is not Compression.none:
                 log.info(f"{self.name}: compression has no effect in mode ps: gradients are sent uncompressed")
             arguments = self.optimizer, self._options, self._clipper
-            self._chosen = SyncMode(*arguments, self) if sync else ServersMode(*arguments)
+            self._chosen = SyncMode(*arguments, self) if sync else PsMode(*arguments)
         return self._chosen
 
     @property
@@ -284,7 +274,7 @@ class DistributedOptimizer:
     def statistics(self) -> Statistics:
         """Mode ps: gradients, updates, bytes and staleness at the servers so far. Raises InputError in mode sync."""
         mode = self._get_mode()
-        if isinstance(mode, ServersMode):
+        if isinstance(mode, PsMode):
             return mode.statistics()
         raise InputError(
             f"{self.name}.statistics() needs parameter servers (mode ps), but this is mode sync; use summary()"
@@ -393,13 +383,3 @@ class DistributedOptimizer:
         own = checkpoint.unpickle_state(content.slots) if state is None else {**state, "slots": content.slots}
         self._get_mode().load_state_dict(own)
         return content.step, extra
-
-    # Until 1.0.
-    torn = _deprecated("torn", "update_interrupted")
-    in_step = _deprecated("in_step", "is_lockstep")
-    waited_s = _deprecated("waited_s", "waited_s")
-    ask_to_end = _deprecated("ask_to_end", "request_stop")
-    end_with = _deprecated("end_with", "set_final_save")
-    meet = _deprecated("meet", "wait_all_workers")
-    hear = _deprecated("hear", "broadcast_failure")
-    latest_step = _deprecated("latest_step", "latest_step")

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 from allred import nest
 from allred.comm.ops import Compression, ReduceOp
 from allred.comm.process_set import ProcessSet
-from allred.config import parse_bytes
+from allred.config import choices, parse_bytes
 from allred.errors import AllredError, InputError
 from allred.fusion import Tensor
 from allred.modes.clipping import GradScaler
@@ -21,8 +21,8 @@ from allred.ps.placement import How, check_placement
 from allred.ps.shard import locks
 from allred.validators import integer, positive
 
-NONFINITE_POLICIES = ("raise", "skip", "ignore")
-_CONSISTENCY_POLICIES = ("async", "bounded", "sync")  # as in the settings
+NONFINITE_POLICIES = choices("nonfinite")
+_CONSISTENCY_POLICIES = choices("consistency")
 
 
 @dataclasses.dataclass(frozen=True)

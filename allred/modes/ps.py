@@ -32,6 +32,7 @@ from allred.ps.protocol import ServerStatistics, Statistics
 from allred.ps.shard import Parts
 from allred.ps.variable import describe, places
 from allred.watch import exit as exit_protocol
+from allred.wording import count
 
 if TYPE_CHECKING:
     from allred.ps.worker_client import Client
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 _NONE: list[int] = []
 
 
-class ServersMode(Mode):
+class PsMode(Mode):
     """Mode ps of one optimizer on a worker."""
 
     is_lockstep = False
@@ -110,7 +111,7 @@ class ServersMode(Mode):
         self._client, self._tensors = self._register(title, params, tensors, leaves), tensors
         with contextlib.suppress(ValueError):  # only the main thread can set handlers
             handler = signal.getsignal(signal.SIGTERM)
-            if handler == signal.SIG_DFL or getattr(handler, "__func__", None) is ServersMode._on_signal:
+            if handler == signal.SIG_DFL or getattr(handler, "__func__", None) is PsMode._on_signal:
                 signal.signal(signal.SIGTERM, self._on_signal)
         self._context.leave_servers = self._leave
 
@@ -340,8 +341,8 @@ class ServersMode(Mode):
             amount = arrays.amount(client.gradient_bytes)
             gradients = f"\ngradients: {amount} a step; {in_arena:.0f} % read from the arena by servers"
         head = (
-            f"world: {shape.size} worker{'s' * (shape.size > 1)} and {self._context.servers} parameter "
-            f"server{'s' * (self._context.servers > 1)} on {shape.nodes} node{'s' * (shape.nodes > 1)}, mode ps\n"
+            f"world: {count(shape.size, 'worker')} and {count(self._context.servers, 'parameter server')} on "
+            f"{count(shape.nodes, 'node')}, mode ps\n"
             f"speed: {speed}{skipped}{gradients}"
         )
         return head if self._client is None else f"{head}\n{self.statistics()}"

@@ -31,6 +31,7 @@ from allred.modes.reducer import Agreement, Reducer, writable
 from allred.modes.sharded import new_sharded_update, share
 from allred.optim.base import Optimizer
 from allred.timeline.recorder import span
+from allred.wording import count
 
 
 def reduce_gradients(
@@ -291,8 +292,7 @@ class SyncMode(Mode):
                 f"{in_place:.0f} % reduced in place{self._not_in_place.text()}"
             )
         return (
-            f"world: {shape.size} rank{'s' * (shape.size > 1)} on {shape.nodes} node{'s' * (shape.nodes > 1)}, "
-            f"mode {config.mode}\n"
+            f"world: {count(shape.size, 'rank')} on {count(shape.nodes, 'node')}, mode {config.mode}\n"
             f"backend: {functions.current().name} ({world.current().reason})\n"
             f"speed: {self._timer.text()}{skipped}{wire}"
         )
@@ -300,11 +300,11 @@ class SyncMode(Mode):
     def _first_step(self, tensors: list[Tensor]) -> str:
         reducer, size, rate = self._reducer, functions.current().size, getattr(self._optimizer, "lr", None)
         plan = reducer.plan(tensors)
-        batch = f"; global batch {reducer.samples} over {size} rank{'s' * (size > 1)}" if reducer.samples else ""
+        batch = f"; global batch {reducer.samples} over {count(size, 'rank')}" if reducer.samples else ""
         lr = f"; learning rate {rate:g}, not scaled by the number of ranks" if isinstance(rate, float) else ""
         return (
             f"{self._options.op.value} of {len(tensors)} gradients ({arrays.amount(plan.nbytes)}) "
-            f"in {len(plan.buckets)} bucket{'s' * (len(plan.buckets) != 1)}{batch}{lr}"
+            f"in {count(len(plan.buckets), 'bucket')}{batch}{lr}"
         )
 
     # SessionSupport.

@@ -21,6 +21,7 @@ from allred.arrays import Array
 from allred.cluster import processors
 from allred.errors import InputError
 from allred.validators import integer
+from allred.wording import count
 
 
 class Towers:
@@ -260,7 +261,7 @@ def _warn_once(towers: int) -> None:
     cores, threads = processors.cores_per_rank(), processors.own_cores().blas_threads
     if towers * threads > max(cores, towers):
         log.runtime_warning(
-            f"Towers: {towers} towers x {threads} BLAS threads on this rank's {cores} core{'s' * (cores != 1)}: steps "
+            f"Towers: {towers} towers x {threads} BLAS threads on this rank's {count(cores, 'core')}: steps "
             "may take many times as long. Install threadpoolctl (pip install threadpoolctl), with which Towers limits "
             f"the threads, or export OMP_NUM_THREADS={max(1, cores // towers)} before the start"
         )

@@ -15,6 +15,7 @@ import dataclasses
 
 from allred.errors import InputError
 from allred.validators import integer
+from allred.wording import count
 
 
 class Coordinator(abc.ABC):
@@ -321,10 +322,10 @@ class Sync:
         text += (
             "one gradient of every live worker"
             if needed is None
-            else f"the first {needed} fresh gradient{'s' * (needed > 1)}, later ones are dropped"
+            else f"the first {count(needed, 'fresh gradient')}, later ones are dropped"
         )
         if total is not None:
-            text += f"; {total} worker{'s' * (total > 1)}"
+            text += f"; {count(total, 'worker')}"
             if needed is not None and needed < total:
                 text += f", {total - needed} of them backup"
             elif needed is not None and needed > total:

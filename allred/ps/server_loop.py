@@ -20,7 +20,6 @@ from allred.ps.control import Control
 from allred.ps.mpi_transport import CALL, STEP, MpiPort, MpiTransport
 from allred.ps.protocol import ControlRequest, unpack_request
 from allred.ps.run_steps import run_steps
-from allred.ps.shard import locks
 from allred.ps.step_handler import StepHandler, Turn
 from allred.watch.wait import Awaited
 from allred.wording import named
@@ -47,8 +46,7 @@ class ServerLoop:
     def __init__(self, context: Context, optimizer: Any, policy: Any, use_locking: bool, agreement: str) -> None:
         self._context = context
         self._transport = MpiTransport(context.comm)
-        locking = locks(use_locking, policy, optimizer)
-        self.step_handler = StepHandler(context.rank, policy, context.workers, locking)
+        self.step_handler = StepHandler(context.rank, policy, context.workers, use_locking)
         self.control = Control(context, self._transport, self.step_handler, optimizer, agreement)
         self._turns = self.step_handler.turns
         self._mpi_ports: dict[int, MpiPort] = {}  # of workers that have sent a step by MPI

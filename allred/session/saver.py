@@ -24,6 +24,7 @@ from allred import checkpoint, log
 from allred.cluster import topology
 from allred.data.distributed_batch_sampler import DistributedBatchSampler, sampler_of
 from allred.errors import AllredError, CheckpointError, CollectiveTimeout, InputError, RemoteRankError
+from allred.modes.sync import has_state
 from allred.session import state_pickle
 from allred.session.hooks import Hook, LoggedValue, Outcome
 from allred.validators import integer
@@ -258,14 +259,14 @@ class SessionState:
 
     def __init__(self, hooks: Iterable[Any], data: Any, more: dict[str, Any]) -> None:
         for name, value in more.items():
-            if not _has_state(value):
+            if not has_state(value):
                 raise InputError(
                     f"session.track({name}=...): {type(value).__name__} has no state_dict, load_state_dict"
                 )
         data = sampler_of(data) or data
-        self._data = data if _has_state(data) else None
+        self._data = data if has_state(data) else None
         self._more = {f"'{name}'": value for name, value in more.items()}
-        self._hooks = [hook for hook in hooks if _has_state(hook)]
+        self._hooks = [hook for hook in hooks if has_state(hook)]
         self._position = self._data_position()  # behind the last batch that an update used
         self._left_out: set[str] = set()
         for title, get_state in self._parts(None):
@@ -280,7 +281,7 @@ class SessionState:
 
     def warn_untracked(self, batches: Any) -> None:
         """Warn if `batches` can be resumed but was not given to `track`."""
-        if self._data is None and _has_state(sampler_of(batches) or batches):
+        if self._data is None and has_state(sampler_of(batches) or batches):
             log.warning(
                 "session.steps(): training that resumes from a checkpoint starts this data from the beginning, though "
                 "it can continue behind the last batch; pass it to session.track(data=...) too"
@@ -293,11 +294,12 @@ class SessionState:
     def _data_position(self) -> Any:
         return None if self._data is None else self._data.state_dict()
 
-    def pickle(self, randoms: dict[int, Any] | None, noted: bool) -> PickledParts:
-        """Return all parts, pickled. randoms: the random states by rank; None: only of this rank. noted: use the
-        position of `note_position`, not the current one: the current batch is repeated after a restore."""
+    def pickle(self, randoms: dict[int, Any] | None, uses_saved_position: bool) -> PickledParts:
+        """Return all parts, pickled. randoms: the random states by rank; None: only of this rank.
+        uses_saved_position: use the position of `note_position`, not the current one: the current batch is repeated
+        after a restore."""
         parts: PickledParts = {}
-        for title, get_state in self._parts(randoms, noted):
+        for title, get_state in self._parts(randoms, uses_saved_position):
             pickles = parts.setdefault(title, [])
             try:
                 pickles.append(_pickle(title, get_state))
@@ -308,10 +310,12 @@ class SessionState:
                     log.rank_warning(f"a part is left out of the checkpoint: {error}")
         return parts
 
-    def _parts(self, randoms: dict[int, Any] | None, noted: bool = True) -> list[tuple[str, Callable[[], Any]]]:
+    def _parts(
+        self, randoms: dict[int, Any] | None, uses_saved_position: bool = True
+    ) -> list[tuple[str, Callable[[], Any]]]:
         """Return titles and functions that return the states."""
         return [
-            ("the data", lambda: self._position if noted else self._data_position()),
+            ("the data", lambda: self._position if uses_saved_position else self._data_position()),
             ("random generators", lambda: {topology.rank(): random_states()} if randoms is None else randoms),
             *((title, owner.state_dict) for title, owner in self._owners()),
         ]
@@ -342,10 +346,6 @@ class SessionState:
     def _owners(self) -> list[tuple[str, Any]]:
         """Return titles and objects with a state. Hooks of the same class have the same title."""
         return [*((f"hook {type(hook).__name__}", hook) for hook in self._hooks), *self._more.items()]
-
-
-def _has_state(value: Any) -> bool:
-    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
 def _pickle(title: str, get_state: Callable[[], Any]) -> bytes:

@@ -333,8 +333,8 @@ class Session:
 
     def _capture(self, randoms: Any = None, copy: bool = False) -> Callable[[str], str]:
         """Return a function that writes a checkpoint of the current state."""
-        noted = self.step == self.optimizer.global_step
-        return self.optimizer.saving(self.params, self._state.pickle(randoms, noted), copy)
+        uses_saved_position = self.step == self.optimizer.global_step
+        return self.optimizer.saving(self.params, self._state.pickle(randoms, uses_saved_position), copy)
 
     def _save_after_join(self, writer: int) -> None:
         """Write a checkpoint of rank `writer`, which joined last, after all ranks have joined."""

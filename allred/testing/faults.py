@@ -18,6 +18,7 @@ from typing import Any
 
 from allred.cluster import topology
 from allred.errors import InputError
+from allred.wording import count
 
 
 class Fault:
@@ -47,7 +48,7 @@ class Fault:
     def __call__(self) -> None:
         """Begin a step, and run the action if this is its rank and step."""
         if self.rank >= topology.size():
-            raise InputError(f"{self}: the job has only {topology.size()} ranks; choose one of them")
+            raise InputError(f"{self}: the job has only {count(topology.size(), 'rank')}; choose one of them")
         self.steps += 1
         if topology.rank() == self.rank and self.step in (None, self.steps):
             self._happen()

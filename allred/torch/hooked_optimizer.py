@@ -89,23 +89,16 @@ class HookedOptimizer(ModuleCheckpoints):
         self._graph_task = -1  # the run of the autograd engine that called a hook last
         self._overlaps: bool | None = None  # the decision; None: not made yet
         self._repeats = False  # whether a backward pass has called the hook of a parameter twice
-        self._warn_of_options()
-        self._replaced = replace_methods(optimizer)
-        self._add_hooks()
-        weakref.finalize(self, _remove, self._hooks).atexit = False
-        _hooked.add(self)
-
-    def _warn_of_options(self) -> None:
         try:
             self._adapter.check_hyperparameters()
         except InputError as error:
             log.warning(f"{self.name}: save() and checkpoints of a session will fail: {error}")
+        self._replaced = replace_methods(optimizer)
+        self.add_hooks()
+        weakref.finalize(self, _remove, self._hooks).atexit = False
+        _hooked.add(self)
 
     # Hooks.
-
-    def add_hooks(self) -> None:
-        """Internal: attach hooks to parameters that have none."""
-        self._add_hooks()
 
     def check_new_group(self) -> None:
         """Internal: raise InputError in mode ps if the servers have their copies of the optimizer already."""
@@ -119,7 +112,8 @@ class HookedOptimizer(ModuleCheckpoints):
                 f"already, without this group; add all groups before {when}, or use mode sync"
             )
 
-    def _add_hooks(self) -> None:
+    def add_hooks(self) -> None:
+        """Internal: attach hooks to parameters that have none."""
         reference = weakref.ref(self)
         for name, parameter in self._adapter.named_parameters():
             if id(parameter) not in self._hooks and parameter.requires_grad:
@@ -329,7 +323,7 @@ class HookedOptimizer(ModuleCheckpoints):
             result = self._adapter.update_parameters(*arguments)
         self._next = NextStep()
         self._updates.known = self._adapter.global_step
-        self._add_hooks()  # to parameters that require a gradient now
+        self.add_hooks()  # to parameters that require a gradient now
         return result
 
     def _clip(self) -> None:

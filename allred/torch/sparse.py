@@ -27,25 +27,14 @@ class SparseGradients:
 
     def refusal(self, parameters: dict[str, torch.Tensor]) -> str:
         """Return why the gradients of this rank cannot be reduced, or ""."""
-        found = {name for name, parameter in parameters.items() if (g := parameter.grad) is not None and g.is_sparse}
-        if found == self.names:
-            return ""
-        if odd := sorted(found - self.names):
-            return (
-                f"the gradient of '{odd[0]}' is sparse, but was "
-                "dense or missing on all ranks when the ranks agreed on sparse gradients"
-            )
-        dense = [
-            name for name in sorted(self.names - found) if name in parameters and parameters[name].grad is not None
-        ]
-        return (
-            (
-                f"the gradient of '{dense[0]}' is dense, but was "
-                "sparse on some rank when the ranks agreed on sparse gradients"
-            )
-            if dense
-            else ""
-        )
+        found = {name for name, parameter in parameters.items() if _is_sparse(parameter)}
+        agreed = "when the ranks agreed on sparse gradients"
+        for name in sorted(found - self.names):
+            return f"the gradient of '{name}' is sparse, but was dense or missing on all ranks {agreed}"
+        for name in sorted(self.names - found):
+            if name in parameters and parameters[name].grad is not None:
+                return f"the gradient of '{name}' is dense, but was sparse on some rank {agreed}"
+        return ""
 
     def largest_magnitude(self, parameter: torch.Tensor) -> Any:
         """Return the largest magnitude of a gradient as an array of shape (1,) and the dtype of the parameter; None

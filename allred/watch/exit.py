@@ -78,7 +78,7 @@ def take_over(MPI: Any, finalizes: bool, lifeline: int = -1) -> None:  # noqa: N
         excepthook.watch(_end_soon)
         if finalizes and native.arm_exit is not None:
             mpi, arm, who = _functions(MPI), native.arm_exit, _who()
-            _arm = lambda text, code, fd, owed: arm(mpi, who, text, code, _stuck, fd, owed, lifeline)  # noqa: E731
+            _arm = lambda text, code, fd, duty: arm(mpi, who, text, code, _stuck, fd, duty, lifeline)  # noqa: E731
             if not _arm("", 0, -1, _TELL):
                 _arm = None
     atexit.register(_leave, finalizes)
@@ -147,41 +147,41 @@ def _leave(finalizes: bool) -> None:
     if os.getpid() != _pid:
         return
     status, watcher = excepthook.status_at_exit(), world.watcher()
-    owed, code, words = _TELL, 0, ""
+    duty, code, words = _TELL, 0, ""
     if watcher is not None:
         watcher.ending()
         if watcher.released:
-            owed = _RELEASED
+            duty = _RELEASED
         elif watcher.failed and not watcher.failed_elsewhere():
-            owed = _LINGER if watcher.lingers and watcher.verdict is None else _AWAIT
+            duty = _LINGER if watcher.lingers and watcher.verdict is None else _AWAIT
         elif watcher.verdict is not None:
-            owed, code, words = _AWAIT, watcher.verdict.code, _printable(watcher.verdict.brief)
+            duty, code, words = _AWAIT, watcher.verdict.code, _printable(watcher.verdict.brief)
             watcher.send("unwound")
         elif watcher.gone:
             rank, how = next(iter(watcher.gone.items()))
-            owed, code, words = _STAY, watcher.gone_code, _printable(f"rank {rank} {how}")
+            duty, code, words = _STAY, watcher.gone_code, _printable(f"rank {rank} {how}")
     if _arm is not None and not excepthook.interrupted():  # after Ctrl-C Python ends by a signal, not by exit()
-        _arm(words, code, -1 if watcher is None else watcher.duplicate(), owed)
+        _arm(words, code, -1 if watcher is None else watcher.duplicate(), duty)
     else:
-        _leave_without_c(finalizes, status, owed, code, words)
+        _leave_without_c(finalizes, status, duty, code, words)
 
 
-def _leave_without_c(finalizes: bool, status: int, owed: int, code: int, words: str) -> None:
+def _leave_without_c(finalizes: bool, status: int, duty: int, code: int, words: str) -> None:
     """Do what csrc/exit.c does, with the status that Python shows."""
     watcher = world.watcher()
     bad = bool(status or _stuck)
-    if owed == _STAY and bad:
-        owed, code = _TELL, 0
-    if watcher is not None and owed in (_TELL, _STAY):
+    if duty == _STAY and bad:
+        duty, code = _TELL, 0
+    if watcher is not None and duty in (_TELL, _STAY):
         watcher.send("failed" if bad else "left", code=status or 1, words="", traceback="")
-        watcher.lingers = watcher.lingers or owed == _STAY
+        watcher.lingers = watcher.lingers or duty == _STAY
     if _mpi is not None and _mpi.Is_finalized():
         return
-    if not (bad or code) and owed == _TELL:
+    if not (bad or code) and duty == _TELL:
         if finalizes:
             _mpi.Finalize()
         return
-    if watcher is not None and owed != _RELEASED:
+    if watcher is not None and duty != _RELEASED:
         watcher.await_release()
     if code:
         return _end_job(f"ends the job: {words}", code)

@@ -7,8 +7,8 @@ The watcher of the chief's node has the `JobState`; the other watchers send thei
     role text                the rank's role for messages; after a ';', more for messages about its failure
     waiting what, since_s, peers, quiet, members  it has waited in an operation for since_s seconds. peers: it waits for
                                  ranks to begin it; quiet: a long wait is intended; members: its ranks; None: all
-    going                        its wait is over
-    busy is_so                   whether it does work without a time limit, for which the others wait
+    resumed                      its wait is over
+    busy is_busy                 whether it does work without a time limit, for which the others wait
     limit what, limit_s, servers, ranks  its wait has reached the time limit. No verdict if a rank is or just was busy.
                                  servers: those that may delay the answer (stalls.py); ranks: those that cause the wait
     holds silent                 a server holds answers back: {rank: seconds since its last request} of the ranks that
@@ -41,7 +41,7 @@ import signal
 from collections.abc import Callable, Collection
 from typing import Any
 
-from allred.watch.records import FOLLOW_S, TEXT_CHARS, Event, ExpendableWorkers, Loss, Record, Records
+from allred.watch.records import FOLLOW_S, TEXT_CHARS, Event, ExpendableWorkers, LostRank, Record, Records
 from allred.watch.release import GONE_S, Release
 from allred.watch.stalls import Stalls
 
@@ -75,7 +75,9 @@ class JobState:
         self._size, self._nodes, self._launcher = size, nodes, launcher
         self._ranks = Records()
         self._expendable = ExpendableWorkers(expendable)
-        self._stalls = Stalls(self._ranks, self._expendable, size, nodes, warn_s, self._set_verdict, self._lose_silent)
+        self._stalls = Stalls(
+            self._ranks, self._expendable, size, nodes, warn_s, self._set_verdict, self._continue_without_silent
+        )
         self._release = Release(self._ranks, self._expendable.gone, launcher)
         self._send_verdict_at, self._verdict_sent = 0.0, False
         self._notices: list[tuple[float, str]] = []  # when to print that the others continue
@@ -87,8 +89,9 @@ class JobState:
         self._print_death_at = 0.0
         self._verdict_is_death = False  # then mpirun ends the others
         self._handlers: dict[str, Callable[[int, Event], None]] = {
-            "joined": self._joined, "role": self._role, "waiting": self._stalls.waiting, "going": self._stalls.going,
-            "busy": self._stalls.busy, "limit": self._stalls.limit, "holds": self._holds, "failed": self._failed,
+            "joined": self._joined, "role": self._role, "waiting": self._stalls.waiting,
+            "resumed": self._stalls.resumed, "busy": self._stalls.busy, "limit": self._stalls.limit,
+            "holds": self._holds, "failed": self._failed,
             "unwound": lambda rank, _: self._end(rank, "unwound"), "left": lambda rank, _: self._end(rank, "left"),
             "died": self._died, "unwatched": self._unwatched, "unreachable": self._unreachable,
             "session": lambda rank, _: None,  # for `allred run` only
@@ -148,13 +151,13 @@ class JobState:
             self._set_verdict_of_death()
         how = f"failed with exit code {event['code']}" + (f": {event['words']}" if event["words"] else "")
         gone = self._expendable.gone.get(rank)  # the others continue without it already
-        if self.verdict is None and (gone or self._expendable.can_lose([rank])):
+        if self.verdict is None and (gone or self._expendable.can_continue_without([rank])):
             self._end(rank, "gone")
             self._ranks.out.append((rank, {"kind": "linger"}))
             if gone:
                 gone.traceback = event["traceback"]
             else:
-                self._lose(rank, Loss(how, event["code"], event["traceback"]))
+                self._continue_without(rank, LostRank(how, event["code"], event["traceback"]))
                 text = f"{self._ranks.line(rank, how)}; the other ranks continue"
                 self._notices.append((self._ranks.now + SAME_S, text))
             return
@@ -186,8 +189,8 @@ class JobState:
     def _set_verdict_of_death(self) -> None:
         new = sorted(self._deaths, key=lambda death: death[0])
         self._deaths, self._death_due = [], float("inf")
-        if self._expendable.can_lose([rank for _, rank, _ in new]):
-            return self._lose_dead(new)
+        if self._expendable.can_continue_without([rank for _, rank, _ in new]):
+            return self._continue_without_dead(new)
         deaths = self._recent_losses() + new
         first = (_not_by_launcher(deaths) or deaths)[0]
         if self._lost_watcher and not _not_by_launcher(deaths):
@@ -221,7 +224,7 @@ class JobState:
             text += "; not all ranks had returned from allred.init(), and mpirun may have ended it because of another"
         self._ranks.announce(rank, text)
 
-    def _lose_dead(self, deaths: list[Death]) -> None:
+    def _continue_without_dead(self, deaths: list[Death]) -> None:
         """Count dead expendable ranks as gone. A kill near another death may come from the launcher, which ends all
         ranks: a living rank prints it later. An exit does not count if the kill of a rank on another node may have
         caused it; see FAR_S."""
@@ -231,7 +234,7 @@ class JobState:
         for _, rank, event in deaths:
             line, before = self._ranks.line(rank, event["how"]), self._expendable.gone.get(rank)
             if before is None:
-                self._lose(rank, Loss(event["how"], event["code"], ""))
+                self._continue_without(rank, LostRank(event["how"], event["code"], ""))
             else:
                 line += f" while it waited for the others to end, since it {before.how}\n{before.traceback}"
             later_s = GONE_S
@@ -255,30 +258,30 @@ class JobState:
 
     # Expendable ranks.
 
-    def _lose(self, rank: int, loss: Loss) -> None:
-        self._expendable.gone[rank] = loss
+    def _continue_without(self, rank: int, lost: LostRank) -> None:
+        self._expendable.gone[rank] = lost
         self._ranks.out.append((None, self._gone(rank)))
 
-    def _lose_silent(self, ranks: list[int], how: str) -> None:
+    def _continue_without_silent(self, ranks: list[int], how: str) -> None:
         for rank in ranks:
             self._end(rank, "gone")
-            self._lose(rank, Loss(how, 1, ""))
+            self._continue_without(rank, LostRank(how, 1, ""))
 
     def _gone(self, rank: int) -> Event:
-        loss = self._expendable.gone[rank]
-        return {"kind": "gone", "rank": rank, "host": self._ranks[rank].host, "how": loss.how, "code": loss.code}
+        lost = self._expendable.gone[rank]
+        return {"kind": "gone", "rank": rank, "host": self._ranks[rank].host, "how": lost.how, "code": lost.code}
 
     def _check_expendable(self) -> None:
         """Print that the others continue. When all ranks have ended, let one of them end the job."""
-        on = [rank for rank, record in self._ranks.items() if not record.end]
-        due = [text for at, text in self._notices if self._ranks.now >= at and on]
+        running = [rank for rank, record in self._ranks.items() if not record.end]
+        due = [text for at, text in self._notices if self._ranks.now >= at and running]
         self._notices = [notice for notice in self._notices if notice[1] not in due]
         for text in due:
-            self._ranks.print(min(on), text)
+            self._ranks.print(min(running), text)
         gone = self._expendable.gone
-        if gone and not on and not self._deaths and len(self._ranks) == self._size:
+        if gone and not running and not self._deaths and len(self._ranks) == self._size:
             rank = next((rank for rank in gone if self._ranks[rank].end == "gone"), next(iter(gone)))
-            self._set_verdict_of_loss(rank, self._ranks.line(rank, gone[rank].how))
+            self._set_verdict_of_lost_rank(rank, self._ranks.line(rank, gone[rank].how))
             self._release.start_clock()
 
     def _unwatched(self, rank: int, event: Event) -> None:
@@ -287,9 +290,9 @@ class JobState:
             return
         self._lost_watcher.add(rank)
         self._expendable.ranks = frozenset()
-        for lost, loss in self._expendable.gone.items():
+        for rank, lost in self._expendable.gone.items():
             if self.verdict is None:
-                self._set_verdict_of_loss(lost, self._ranks.line(lost, loss.how))
+                self._set_verdict_of_lost_rank(rank, self._ranks.line(rank, lost.how))
 
     def _unreachable(self, rank: int, event: Event) -> None:
         known = [each for each in event["ranks"] if each in self._ranks]
@@ -297,16 +300,16 @@ class JobState:
         for each in lost:
             self._end(each, "dead")
         self._release.lose_host()
-        if self.verdict is None and lost and self._expendable.can_lose(lost):
+        if self.verdict is None and lost and self._expendable.can_continue_without(lost):
             for each in lost:
-                self._lose(each, Loss(event["how"], 1, ""))
+                self._continue_without(each, LostRank(event["how"], 1, ""))
             self._notices.append((self._ranks.now, f"{event['how']}; the other ranks continue"))
         elif self.verdict is None and any(not record.end for record in self._ranks.values()):
             self._set_verdict(rank, event["how"], 1)
 
-    def _set_verdict_of_loss(self, rank: int, text: str) -> None:
-        loss = self._expendable.gone[rank]
-        self._set_verdict(rank, text, loss.code, traceback=loss.traceback)
+    def _set_verdict_of_lost_rank(self, rank: int, text: str) -> None:
+        lost = self._expendable.gone[rank]
+        self._set_verdict(rank, text, lost.code, traceback=lost.traceback)
 
     # Verdicts.
 
@@ -334,13 +337,13 @@ class JobState:
         left = {r for r, record in self._ranks.items() if record.end and self._ranks.now >= record.end_at + LEFT_S}
         for rank, record in sorted(self._ranks.items()) if left else ():
             never_come = left if record.members is None else left.intersection(record.members)
-            if never_come and record.waits_in and record.misses and self._ranks.now >= record.since + LEFT_S:
+            if never_come and record.waits_in and record.waits_for_peers and self._ranks.now >= record.since + LEFT_S:
                 return self._set_verdict_of_left(
                     never_come, f"and will never call {record.waits_in}, in which rank {rank} waits"
                 )
 
     def _set_verdict_of_left(self, left: Collection[int], never: str) -> None:
         if gone := [rank for rank in left if rank in self._expendable.gone]:
-            self._set_verdict_of_loss(min(gone), self._ranks.line(min(gone), f"has failed, {never}"))
+            self._set_verdict_of_lost_rank(min(gone), self._ranks.line(min(gone), f"has failed, {never}"))
         else:
             self._set_verdict(min(left), self._ranks.line(min(left), f"has ended, {never}"), 1)

@@ -18,7 +18,7 @@ class Record:
     role: str = ""
     waits_in: str = ""
     busy: bool = False  # with work that has no time limit
-    misses: bool = False  # whether it waits for ranks that have not begun the operation
+    waits_for_peers: bool = False  # whether it waits for ranks that have not begun the operation
     members: Collection[int] | None = None  # the ranks of the operation; None: all
     since: float = 0.0
     warn_at: float = 0.0
@@ -67,7 +67,7 @@ FOLLOW_S = 2.0  # how long after a death a launcher that does not let the others
 
 
 @dataclasses.dataclass
-class Loss:
+class LostRank:
     """The end of an expendable rank: its description, exit code and traceback."""
 
     how: str
@@ -90,8 +90,8 @@ class ExpendableWorkers:
 
     def __init__(self, ranks: Collection[int]) -> None:
         self.ranks = frozenset(ranks)
-        self.gone: dict[int, Loss] = {}
+        self.gone: dict[int, LostRank] = {}
 
-    def can_lose(self, ranks: Collection[int]) -> bool:
+    def can_continue_without(self, ranks: Collection[int]) -> bool:
         """Return whether the others can continue without these ranks."""
         return self.ranks.issuperset(ranks) and not self.ranks.issubset({*self.gone, *ranks})

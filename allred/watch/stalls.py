@@ -17,7 +17,7 @@ WARN_FACTOR = 4  # the next warning of a wait comes when it has lasted this many
 class Stalls:
     """The waits of a job of `size` ranks on `nodes` nodes. A wait of `warn_s` seconds causes a warning.
 
-    fail(rank, text, code, timeout=True): ends the job. lose(ranks, how): counts expendable ranks as failed.
+    fail(rank, text, code, timeout=True): ends the job. continue_without(ranks, how): counts expendable ranks as failed.
     """
 
     def __init__(
@@ -28,9 +28,9 @@ class Stalls:
         nodes: int,
         warn_s: float,
         fail: Callable[..., None],
-        lose: Callable[[list[int], str], None],
+        continue_without: Callable[[list[int], str], None],
     ) -> None:
-        self._ranks, self._expendable, self._fail, self._lose = records, expendable, fail, lose
+        self._ranks, self._expendable, self._fail, self._continue_without = records, expendable, fail, continue_without
         self._stopped = False
         self._size, self._nodes, self._warn_s = size, nodes, warn_s
         self._busy_at = float("-inf")  # when a rank was busy last
@@ -46,10 +46,10 @@ class Stalls:
     def waiting(self, rank: int, event: Event) -> None:
         record = self._ranks[rank]
         record.waits_in, record.since = event["what"], self._ranks.now - event["since_s"]
-        record.misses, record.members = event["peers"], event.get("members")
+        record.waits_for_peers, record.members = event["peers"], event.get("members")
         record.warn_at = float("inf") if event["quiet"] else record.since + self._warn_s
 
-    def going(self, rank: int, event: Event) -> None:
+    def resumed(self, rank: int, event: Event) -> None:
         record = self._ranks[rank]
         if self._warned == (rank, record.waits_in) and not self._stopped:
             waited = self._ranks.now - record.since
@@ -59,7 +59,7 @@ class Stalls:
 
     def busy(self, rank: int, event: Event) -> None:
         """Handle the event `busy`: a rank begins or ends work without a time limit, such as a checkpoint."""
-        self._ranks[rank].busy = event["is_so"]
+        self._ranks[rank].busy = event["is_busy"]
         self._busy_at = self._ranks.now
 
     def limit(self, rank: int, event: Event) -> None:
@@ -76,16 +76,16 @@ class Stalls:
                 late, again_s = unresponsive_ranks(servers, event["limit_s"], self._ranks, self._ranks.now)
             if not again_s:
                 self._begin_query({**event, "late": late})
-        if again_s or self._can_lose(late):
+        if again_s or self._can_continue_without(late):
             self._extend(rank, again_s or QUERY_S)
 
     def _extend(self, rank: int, again_s: float) -> None:
         """Let a wait that has reached its time limit continue for `again_s` seconds."""
         self._ranks.out.append((rank, {"kind": "extend", "again_s": again_s}))
 
-    def _can_lose(self, late: list[int]) -> bool:
+    def _can_continue_without(self, late: list[int]) -> bool:
         """Whether the job continues without these ranks."""
-        return bool(late) and self._expendable.can_lose(late)
+        return bool(late) and self._expendable.can_continue_without(late)
 
     # Long waits.
 
@@ -161,9 +161,9 @@ class Stalls:
     def _judge_limit(self, rank: int, purpose: Event, shown: str) -> None:
         """End the job because a wait of this rank has reached its limit, or continue without the ranks at fault."""
         late = [other for other in purpose["late"] if not self._ranks[other].end]
-        if self._can_lose(purpose["late"]):
+        if self._can_continue_without(purpose["late"]):
             how = f"has made no request for {purpose['limit_s']:g} s while others waited for it"
-            self._lose(late, how)
+            self._continue_without(late, how)
             lines = "; ".join(self._ranks.line(other, how) for other in late)
             return self._ranks.print(rank, f"{lines}; the other ranks continue\n{shown}") if late else None
         who = ", ".join(map(self._ranks.name, late))

@@ -51,7 +51,7 @@ class Wait:
 
     def end(self) -> None:
         if self._is_reported and (watcher := world.watcher()) is not None:
-            watcher.send("going")
+            watcher.send("resumed")
 
     def at_limit(self, limit_s: float) -> Exception | float:
         """Return the error for a wait that has reached its limit, with the state of all ranks if there are watchers;
@@ -81,10 +81,10 @@ def busy() -> Iterator[None]:
     mine = world.watcher()
     if mine is not None:
         mine.busy = True
-        mine.send("busy", is_so=True)
+        mine.send("busy", is_busy=True)
     try:
         yield
     finally:
         if mine is not None:
             mine.busy = False
-            mine.send("busy", is_so=False)
+            mine.send("busy", is_busy=False)

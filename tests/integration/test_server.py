@@ -1,4 +1,4 @@
-"""allred.Server in the world that mpirun has made, and alone. Started by hand: test_rendezvous.py."""
+"""allred.Server in the world that mpirun has made, and alone. Without a launcher: test_rendezvous.py."""
 
 import pytest
 from harness import mpirun, python
@@ -92,8 +92,8 @@ REFUSED = [
     ("Server({'worker': {1: 'a:1'}})", "the tasks of job 'worker' are [1]; none may be left out"),
     ("Server({'worker': 2}, 'worker', 2)", "job 'worker' has no task 2; it has 0, 1"),
     ("Server({'worker': 2}, 'worker')", "job_name and task_index go together"),
-    ("Server({'worker': 2})", "(mpirun -np 2 ...), and to be started by hand it takes job_name and task_index"),
-    ("Server({'worker': 2}, 'worker', 0)", "it takes addresses, host:port, instead of numbers of tasks"),
+    ("Server({'worker': 2})", "needs job_name and task_index; or start the 2 processes with mpirun -np 2"),
+    ("Server({'worker': 2}, 'worker', 0)", "it needs addresses, host:port, instead of numbers of tasks"),
     (
         "Server({'worker': ['nowhere.invalid:1', 'localhost:1']}, 'worker', 1)",
         "nowhere.invalid of /job:worker/task:0",

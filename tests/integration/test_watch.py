@@ -694,12 +694,12 @@ def test_a_mismatch_says_where_each_rank_called_and_check_full_compares_the_line
     for check in checks.values():
         expected = [
             "ranks called different operations: allreduce(Average) 'g' float64 (4,) on rank 0;",
-            "  called at <string>:3 on rank 0; <string>:9 on ranks 1 and 2",
+            "  called at <string>:3 on rank 0; <string>:9 on ranks 1-2",
         ]
         if check == "full":
             expected += [
                 "allreduce(Average) 'g' float64 (4,): ranks call it at different lines",
-                "  called at <string>:3 on rank 0; <string>:4 on ranks 1 and 2",
+                "  called at <string>:3 on rank 0; <string>:4 on ranks 1-2",
             ]
         else:
             expected += ["agreed"]

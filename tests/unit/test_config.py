@@ -28,7 +28,6 @@ def test_arguments_override_variables():
         ("ALLRED_BUCKETBYTES", "1", "unknown variable ALLRED_BUCKETBYTES; did you mean ALLRED_BUCKET_BYTES?"),
         ("ALLRED_mode", "sync", "unknown variable ALLRED_mode; did you mean ALLRED_MODE?"),
         ("ALLRED_QQQQ_WWWW", "1", "unknown variable ALLRED_QQQQ_WWWW; known variables are ALLRED_MODE, ALLRED_NUM_PS"),
-        ("ALLRED_MODE", "local", r"ALLRED_MODE='local' is not available; choose one of sync, ps \(local: planned"),
         ("ALLRED_MODE", "fast", "ALLRED_MODE='fast' is not available; choose one of sync, ps"),
         ("ALLRED_NUM_PS", "0", "ALLRED_NUM_PS='0' is too small; it must be at least 1"),
         ("ALLRED_NUM_PS", "two", "ALLRED_NUM_PS='two' is not a whole number of ranks"),

@@ -249,16 +249,3 @@ def test_summary_has_the_times_of_a_step(world):
         "world: 1 rank on 1 node, mode sync\nbackend: single (one rank)\nspeed: 3 steps in "
     )
     assert "examples/s over all ranks" in opt.summary()
-
-
-def test_the_names_before_session_support_warn(world):
-    opt = allred.distributed(allred.optim.SGD())
-    names = {
-        "torn": "update_interrupted",
-        "in_step": "is_lockstep",
-        "waited_s": "waited_s",
-        "ask_to_end": "request_stop",
-    }
-    for old, new in names.items():
-        with pytest.warns(DeprecationWarning, match=rf"DistributedOptimizer.{old} is now session_support.{new}"):
-            assert getattr(opt, old) == getattr(opt.session_support, new)

@@ -49,7 +49,7 @@ def test_different_operations_are_listed_by_rank():
     error = header.verdict([reduce_call(), reduce_call("(5,)"), reduce_call()])
     assert isinstance(error, MismatchError)
     assert str(error).startswith(
-        "ranks called different operations: allreduce(Sum) 'w' float32 (4,) on ranks 0 and 2; "
+        "ranks called different operations: allreduce(Sum) 'w' float32 (4,) on ranks 0,2; "
         "allreduce(Sum) 'w' float32 (5,) on rank 1; all ranks must"
     )
 
@@ -75,7 +75,7 @@ def test_a_problem_is_reported_with_its_ranks():
         [reduce_call(), reduce_call(problem="Average of int64"), reduce_call(problem="Average of int64")]
     )
     assert isinstance(error, InputError)
-    assert str(error) == "allreduce(Sum) 'w' float32 (4,): ranks 1 and 2: Average of int64"
+    assert str(error) == "allreduce(Sum) 'w' float32 (4,): ranks 1-2: Average of int64"
     everyone = header.verdict([reduce_call(problem="Average of int64")] * 2)
     assert str(everyone) == "allreduce(Sum) 'w' float32 (4,): Average of int64"
 

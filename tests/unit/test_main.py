@@ -40,7 +40,7 @@ def test_a_closed_output_pipe_causes_no_traceback(command, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), [([], "which command?"), (["benhc"], "python -m allred: unknown command 'benhc'")]
+    ("arguments", "message"), [([], "no command given"), (["benhc"], "python -m allred: unknown command 'benhc'")]
 )
 def test_missing_or_unknown_command_is_exit_code_2(arguments, message, capsys):
     assert main(arguments) == 2

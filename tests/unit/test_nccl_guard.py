@@ -171,7 +171,7 @@ def test_a_long_kernel_and_its_end_are_reported_to_the_watcher(guard):
             guard.check_running(time.monotonic() + later_s)
         work._end.over = True
         guard.check_running(time.monotonic() + 26)
-    assert mine.told == [("waiting", "allreduce 'w', on the GPU"), ("going", None)]
+    assert mine.told == [("waiting", "allreduce 'w', on the GPU"), ("resumed", None)]
 
 
 def test_the_thread_checks_and_stops_by_itself(guard):

@@ -33,6 +33,7 @@ from allred.ps.protocol import (
 )
 from allred.ps.run_steps import AllPending
 from allred.ps.server_loop import ServerLoop
+from allred.ps.shard import locks
 from allred.ps.step_handler import Turn
 
 TENSORS = [Tensor("a", (3,), np.dtype("float32")), Tensor("b", (2,), np.dtype("float64"))]
@@ -120,7 +121,8 @@ def make(monkeypatch, workers=3, policy=None, locking=True, optimizer=None, regi
     monkeypatch.setattr(module, "MpiPort", lambda transport, source: Port())
     monkeypatch.setattr(module.native, "Mailbox", Mailboxes)
     context = Context(None, 0, 1, (0, *range(1, workers + 1)), SimpleNamespace(timeout_s=10.0))
-    served = ServerLoop(context, optimizer or optim.SGD(lr=1.0), policy or Async(), locking, "as it is")
+    optimizer, policy = optimizer or optim.SGD(lr=1.0), policy or Async()
+    served = ServerLoop(context, optimizer, policy, locks(locking, policy, optimizer), "as it is")
     if registered:
         request(served, 0, registration())
         served._transport.sent.clear()

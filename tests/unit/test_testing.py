@@ -196,7 +196,7 @@ def test_exit_and_slow(world):
 
 
 def test_a_fault_that_could_never_happen_is_an_error(world):
-    with pytest.raises(allred.InputError, match="kill_at on rank 1 at step 2: the job has only 1 ranks"):
+    with pytest.raises(allred.InputError, match="kill_at on rank 1 at step 2: the job has only 1 rank"):
         testing.kill_at(1, 2)()
     for rank, step in ((-1, 1), (0, 0)):
         with pytest.raises(allred.InputError, match="ranks count from 0, steps from 1"):

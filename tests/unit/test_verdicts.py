@@ -31,7 +31,7 @@ def test_nothing_differs():
         ([ONE, ONE, TWO], "parameter 'a' differs on rank 2."),
         ([TWO, ONE, ONE], "parameter 'a' differs on rank 0."),
         ([ONE, TWO], "parameter 'a' differs on rank 1."),  # of equally many the first is taken for right
-        ([ONE, TWO, ONE, THREE, ONE], "parameter 'a' differs on ranks 1 and 3."),
+        ([ONE, TWO, ONE, THREE, ONE], "parameter 'a' differs on ranks 1,3."),
         ([ONE, ONE, None], "parameter 'a' is missing on rank 2."),
     ],
 )
@@ -46,9 +46,8 @@ def test_the_ranks_that_differ_from_most_are_named(values, words):
 
 def test_verdicts_show_numbers_with_their_values():
     tables = [{LR: "0.1", COUNT: "7"}, {LR: "0.1", COUNT: "8"}, {LR: "0.2", COUNT: "7"}]
-    assert (
-        "the optimizer's lr is 0.1 on ranks 0 and 1, 0.2 on rank 2; the optimizer's state 'global_step' is 7"
-        in said(tables)
+    assert "the optimizer's lr is 0.1 on ranks 0-1, 0.2 on rank 2; the optimizer's state 'global_step' is 7" in said(
+        tables
     )
 
 
@@ -82,7 +81,7 @@ def test_not_finite_names_tensors_ranks_and_counts_the_rest():
     many = {str(i): "it is nan" for i in range(5)}
     text = finite.verdict([{}, many, {"1": "it is inf"}], range(3))
     assert text == (
-        "gradients are not finite: '0' on rank 1 (it is nan); '1' on ranks 1 and 2 (it is nan); "
+        "gradients are not finite: '0' on rank 1 (it is nan); '1' on ranks 1-2 (it is nan); "
         "'2' on rank 1 (it is nan); and 2 more"
     )
 
@@ -116,7 +115,7 @@ TRAIN, OTHER, EVAL, STREAM = described(), described(seed=1), described(rows=9), 
         ([[TRAIN], []], ""),
         ([[], []], ""),
         ([[EVAL, TRAIN], [TRAIN], [], [TRAIN, EVAL]], ""),
-        ([[TRAIN], [OTHER], [TRAIN]], "seed=0 on ranks 4 and 6, seed=1 on rank 5"),
+        ([[TRAIN], [OTHER], [TRAIN]], "seed=0 on ranks 4,6, seed=1 on rank 5"),
         ([[], [TRAIN], [described(rows=9, seed=1)]], "rows=100 on rank 5, rows=9 on rank 6; seed=0 on rank 5, seed=1"),
         ([[TRAIN, EVAL], [EVAL, OTHER]], "seed=0 on rank 4, seed=1 on rank 5. Samples would be skipped"),
         ([[TRAIN, EVAL], [OTHER]], "batches(rows=100, seed=0), batches(rows=9, seed=0) on rank 4; batches(rows=100, "),

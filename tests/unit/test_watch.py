@@ -165,7 +165,7 @@ def test_after_the_grace_it_is_released_anyway():
 
 def test_the_job_does_not_end_while_a_rank_is_busy():
     script = Script()
-    script.handle("busy", 0, is_so=True)
+    script.handle("busy", 0, is_busy=True)
     fail(script, 1)
     script.handle("unwound", 2, 0.1)
     for now in range(1, 20):
@@ -176,7 +176,7 @@ def test_the_job_does_not_end_while_a_rank_is_busy():
     assert kinds.count("hold") > 30
     [(_, told)] = script.take("print")
     assert told["text"] == "rank 0 still writes; the job ends when it is done"
-    script.handle("busy", 0, 20.0, is_so=False)
+    script.handle("busy", 0, 20.0, is_busy=False)
     script.tick(20.0 + release.GRACE_S)
     assert script.take("release") == [(1, {"kind": "release"})]
 
@@ -229,7 +229,7 @@ def test_a_rank_that_has_left_while_others_wait_for_it(its_process_ends):
         script.handle("died", 2, 0.5, how="ended with exit code 0", code=1, ago_s=0.0)
     script.handle("waiting", 0, 10.0, what="barrier() #5", since_s=1.0, peers=True, quiet=False)
     assert not script.messages
-    script.handle("going", 0, 10.5)
+    script.handle("resumed", 0, 10.5)
     script.tick(20.0)
     assert not script.messages
     script.handle("waiting", 0, 30.0, what="barrier() #6", since_s=1.0, peers=True, quiet=False)
@@ -293,8 +293,8 @@ def test_a_stall_is_printed_at_intervals_that_grow_and_so_is_its_end():
     script.tick(40.1)
     answer(script, {0: "stopped"}, 40.2)
     assert "no answer" in script.take("print")[0][1]["text"]
-    script.handle("going", 2, 50.0)
-    script.handle("going", 1, 50.0)
+    script.handle("resumed", 2, 50.0)
+    script.handle("resumed", 1, 50.0)
     assert script.take("print") == [
         (1, {"kind": "print", "text": "rank 1 no longer waits in barrier() #5, after 50 s"})
     ]
@@ -312,7 +312,7 @@ def test_a_stall_that_ends_before_the_watchers_answer_is_not_printed():
     script = Script(warn_s=10)
     wait(script, 1, 1.0)
     script.tick(10.0)
-    script.handle("going", 1, 10.1)
+    script.handle("resumed", 1, 10.1)
     answer(script, {}, 10.2)
     assert not script.messages
 
@@ -324,7 +324,7 @@ def test_the_end_of_a_stall_is_not_printed_after_a_verdict():
     answer(script, {}, 10.1)
     fail(script, 2, 11.0)
     script.messages = []
-    script.handle("going", 1, 11.1)
+    script.handle("resumed", 1, 11.1)
     assert not script.messages
 
 
@@ -361,9 +361,9 @@ def test_a_failure_comes_before_a_time_limit_under_examination():
 
 def test_a_time_limit_is_put_off_while_a_rank_is_busy_and_for_a_moment_after():
     script = Script()
-    script.handle("busy", 0, 1.0, is_so=True)
+    script.handle("busy", 0, 1.0, is_busy=True)
     script.handle("limit", 2, 5.0, what="barrier() #5", limit_s=5.0)
-    script.handle("busy", 0, 9.0, is_so=False)
+    script.handle("busy", 0, 9.0, is_busy=False)
     script.handle("limit", 2, 8.9 + stalls.AFTER_S, what="barrier() #5", limit_s=5.0)
     assert script.take("extend") == [(2, {"kind": "extend", "again_s": 5.0})] * 2
     script.handle("limit", 2, 9.1 + stalls.AFTER_S, what="barrier() #5", limit_s=5.0)
@@ -376,7 +376,7 @@ def test_a_quiet_wait_is_not_printed_after_that_of_another_rank():
     wait(script, 2, 1.0)
     script.tick(10.0)
     answer(script, {}, 10.1)
-    script.handle("going", 2, 11.0)
+    script.handle("resumed", 2, 11.0)
     script.messages = []
     script.tick(1000.0)
     assert not script.messages
@@ -777,7 +777,7 @@ def test_a_dead_watcher_causes_one_warning_unless_the_program_ends(rank_and_watc
     watcher.close()
     time.sleep(0.05)
     rank.read()
-    rank.send("going")
+    rank.send("resumed")
     rank.ending()  # as at the end of the program
     assert capfd.readouterr().err.count("the watcher process on here has ended") == (not is_exiting)
 
@@ -789,8 +789,8 @@ def test_a_fork_sends_and_receives_nothing(rank_and_watcher):
         rank.read()
         os._exit(0)
     os.wait()
-    rank.send("going")
-    assert json.loads(watcher.recv(records.LARGEST))["event"] == "going"
+    rank.send("resumed")
+    assert json.loads(watcher.recv(records.LARGEST))["event"] == "resumed"
 
 
 def test_the_death_of_the_failed_rank_is_printed_with_its_traceback():

@@ -112,7 +112,7 @@ class Guard:
             while self._running and self._running[0][0].done():
                 self._running.popleft()
                 if self._told and (watcher := world.watcher()) is not None:
-                    watcher.send("going")
+                    watcher.send("resumed")
                 self._told = False
         except Exception as error:
             self._abort(_explained(self._running[0][1], f"{type(error).__name__}: {error}"))

@@ -13,9 +13,10 @@ import numpy as np
 
 from allred import arrays, log, native, nest
 from allred.arrays import Array
-from allred.comm.header import by_rank, hash_text, mix, rank_list
+from allred.comm.header import by_rank, hash_text, mix
 from allred.gpu.device_arrays import is_device, to_host
 from allred.optim.base import Optimizer
+from allred.wording import named
 
 _hash_name = functools.lru_cache(maxsize=2**16)(hash_text)
 _NAMED = 3  # differences named in an error; the others are counted
@@ -116,7 +117,7 @@ def _difference(key: tuple[str, str], texts: list[str], ranks: Sequence[int]) ->
     usual = Counter(texts).most_common(1)[0][0]  # in a tie, the value of the first rank
     odd = [(rank, text) for rank, text in zip(ranks, texts, strict=True) if text != usual]
     how = "is missing" if all(text == "missing" for _, text in odd) else "differs"
-    return f"{name} {how} on {rank_list([rank for rank, _ in odd])}"
+    return f"{name} {how} on {named('rank', [rank for rank, _ in odd])}"
 
 
 def _remedy(

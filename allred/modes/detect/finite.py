@@ -15,10 +15,10 @@ import numpy as np
 
 from allred import arrays, native
 from allred.arrays import Array
-from allred.comm.header import rank_list
 from allred.comm.ops import Compression
 from allred.fusion import Plan
 from allred.gpu.device_arrays import exceeds_on_gpu, is_device, to_host
+from allred.wording import named
 
 # Flags of a rank.
 NONFINITE = 1
@@ -111,7 +111,7 @@ def verdict(found: list[dict[str, str]], numbers: Sequence[int]) -> str:
     for name in names[:_NAMED]:
         having = [index for index, each in enumerate(found) if name in each]
         ranks = [numbers[index] for index in having]
-        words.append(f"'{name}' on {rank_list(ranks)} ({found[having[0]][name]})")
+        words.append(f"'{name}' on {named('rank', ranks)} ({found[having[0]][name]})")
     more = f"; and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f"gradients are not finite: {'; '.join(words)}{more}"
 

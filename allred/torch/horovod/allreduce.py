@@ -87,7 +87,7 @@ def operator(op: Any, average: bool | None = None) -> ReduceOp:
     if average is not None:
         if op is not None:
             raise InputError("op and average exclude each other; pass op=hvd.Average or op=hvd.Sum only")
-        warnings.warn("average= is deprecated; pass op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=3)
+        warnings.warn("average= is deprecated; pass op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=4)
     if op is None:
         return Sum if average is False else Average
     if op == Adasum:
@@ -95,6 +95,10 @@ def operator(op: Any, average: bool | None = None) -> ReduceOp:
     if not isinstance(op, ReduceOp):
         raise InputError(f"op={op!r} is not a reduction; use hvd.Average, hvd.Sum, hvd.Min, hvd.Max or hvd.Product")
     return op
+
+
+def _reduction(op: Any, average: bool | None, prescale: float, postscale: float) -> ScaledReduction:
+    return ScaledReduction(operator(op, average), prescale, postscale).check()
 
 
 def _start(call: CollectiveCall, tensors: Tensors, outputs: Tensors | None, reduction: ScaledReduction) -> int:
@@ -158,7 +162,7 @@ def allreduce_async(
 
     Example: `hvd.synchronize(hvd.allreduce_async(torch.ones(2), op=hvd.Sum))`.
     """
-    reduction = ScaledReduction(operator(op, average), prescale_factor, postscale_factor).check()
+    reduction = _reduction(op, average, prescale_factor, postscale_factor)
     call = CollectiveCall("allreduce", name, process_set, is_async=True)
     return _start(call, [tensor], None, reduction)
 
@@ -184,7 +188,7 @@ def allreduce(
 
     Example: on 2 ranks, `hvd.allreduce(torch.tensor([1.0 + hvd.rank()]))` returns `[1.5]`.
     """
-    reduction = ScaledReduction(operator(op, average), prescale_factor, postscale_factor).check()
+    reduction = _reduction(op, average, prescale_factor, postscale_factor)
     call = CollectiveCall("allreduce", name, process_set)
     return _reduce(call, [tensor], compression, reduction)[0]
 
@@ -202,7 +206,7 @@ def allreduce_async_(
 
     Example: `hvd.synchronize(hvd.allreduce_async_(tensor))`.
     """
-    reduction = ScaledReduction(operator(op, average), prescale_factor, postscale_factor).check()
+    reduction = _reduction(op, average, prescale_factor, postscale_factor)
     call = CollectiveCall("allreduce", name, process_set, is_async=True)
     return _start(call, [tensor], [tensor], reduction)
 
@@ -220,7 +224,7 @@ def allreduce_(
 
     Example: `hvd.allreduce_(tensor, op=hvd.Max)`.
     """
-    reduction = ScaledReduction(operator(op, average), prescale_factor, postscale_factor).check()
+    reduction = _reduction(op, average, prescale_factor, postscale_factor)
     call = CollectiveCall("allreduce", name, process_set)
     return call.results(_start(call, [tensor], [tensor], reduction))[0]
 
@@ -238,7 +242,7 @@ def grouped_allreduce_async(
 
     Example: `hvd.synchronize(hvd.grouped_allreduce_async([torch.ones(2), torch.ones(3)]))`.
     """
-    reduction = ScaledReduction(operator(op, average), prescale_factor, postscale_factor).check()
+    reduction = _reduction(op, average, prescale_factor, postscale_factor)
     call = CollectiveCall("allreduce", name, process_set, is_list=True, is_async=True)
     return _start(call, tensors, None, reduction)
 
@@ -258,7 +262,7 @@ def grouped_allreduce(
 
     Example: `hvd.grouped_allreduce([torch.ones(2), torch.ones(3)], op=hvd.Sum)`.
     """
-    reduction = ScaledReduction(operator(op, average), prescale_factor, postscale_factor).check()
+    reduction = _reduction(op, average, prescale_factor, postscale_factor)
     call = CollectiveCall("allreduce", name, process_set, is_list=True)
     return _reduce(call, tensors, compression, reduction)
 
@@ -276,7 +280,7 @@ def grouped_allreduce_async_(
 
     Example: `hvd.synchronize(hvd.grouped_allreduce_async_(tensors))`.
     """
-    reduction = ScaledReduction(operator(op, average), prescale_factor, postscale_factor).check()
+    reduction = _reduction(op, average, prescale_factor, postscale_factor)
     call = CollectiveCall("allreduce", name, process_set, is_list=True, is_async=True)
     return _start(call, tensors, tensors, reduction)
 
@@ -294,6 +298,6 @@ def grouped_allreduce_(
 
     Example: `hvd.grouped_allreduce_([tensor.grad for tensor in parameters])`.
     """
-    reduction = ScaledReduction(operator(op, average), prescale_factor, postscale_factor).check()
+    reduction = _reduction(op, average, prescale_factor, postscale_factor)
     call = CollectiveCall("allreduce", name, process_set, is_list=True)
     return call.results(_start(call, tensors, tensors, reduction))
