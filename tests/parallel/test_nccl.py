@@ -5,6 +5,7 @@ The real thing: tests/gpu. Here `nccl` is what goes through NCCL's calls, `stage
 """
 
 import itertools
+import threading
 
 import cuda_stand_in
 import ml_dtypes
@@ -187,6 +188,25 @@ def test_what_cannot_be_used_is_known_to_all(comm, monkeypatch):
     monkeypatch.setattr(standin_gpu.Data, "device_id", 1 if comm.rank == 0 else 0)
     with pytest.raises(InputError, match=r"the array is on GPU 1, but .* has bound this rank to GPU 0"):
         comm.allreduce(on_gpu(np.ones(3))).wait()
+
+
+def test_ranks_do_not_wait_in_nccl_for_one_that_cannot_create_the_communicator(monkeypatch, rank, size):
+    """All raise its error; the next operation tries again."""
+    monkeypatch.setattr(device_operation, "adopt", standin_gpu.adopt)
+    comm, over = connect("nccl"), threading.Event()
+
+    def create(*_):
+        if rank == size - 1:
+            raise MemoryError("no memory for NCCL")
+        over.wait()
+
+    with monkeypatch.context() as broken:
+        broken.setattr(comm.devices.device, "communicator", create)
+        with pytest.raises(allred.errors.AllredError, match=f"start: rank {size - 1}: MemoryError: no memory for NCCL"):
+            comm.allreduce(on_gpu(np.ones(3))).wait(10)
+    over.set()
+    assert host(comm.allreduce(on_gpu(np.ones(3)), allred.Sum).wait()).tolist() == [size] * 3
+    comm.close()
 
 
 def test_a_group_of_calls_is_ended_after_an_error(monkeypatch, rank, size):
