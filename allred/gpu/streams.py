@@ -343,6 +343,11 @@ class Device:
             self._kept.append((event, what))
         self.release()
 
+    def keep_until_idle(self, what: Any) -> None:
+        """Keep `what` alive until the GPU has finished all work on the three streams so far."""
+        for stream in self.streams:
+            self.keep(self.record(stream), what)
+
     def release(self) -> None:
         """Release what the GPU does not use any more."""
         released = []
