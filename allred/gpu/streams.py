@@ -43,6 +43,7 @@ from typing import Any
 
 import numpy as np
 
+from allred.errors import InputError
 from allred.gpu.kernels import Kernels
 from allred.gpu.launch_order import LaunchOrder
 
@@ -195,6 +196,11 @@ class StreamLease:
 
     def __init__(self, device: "Device", handles: Iterable[StreamHandle | None], independent: bool = False) -> None:
         callers = [device.current(handle) for handle in handles] or [device.current()]
+        if any(stream.is_capturing() for stream in callers):
+            raise InputError(
+                "the current stream captures a CUDA graph, which cannot contain operations of allred, because ranks "
+                "compare headers on the host; call it before or after the capture"
+            )
         self._device, self._caller, self._independent = device, callers[0], independent
         self._handles = [handle for handle in handles if handle is not None]
         self._ready = [device.record(stream) for stream in callers]

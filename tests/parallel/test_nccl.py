@@ -188,6 +188,10 @@ def test_what_cannot_be_used_is_known_to_all(comm, monkeypatch):
         comm.grouped_allreduce([on_gpu(np.ones(3)), np.ones(3)]).wait()
     with pytest.raises(InputError, match="is not supported"):
         comm.allreduce(on_gpu(np.ones(3, np.complex64))).wait()
+    with monkeypatch.context() as patched:
+        patched.setattr(cuda_stand_in.Stream, "is_capturing", lambda _: comm.rank == 0)
+        with pytest.raises(InputError, match="captures a CUDA graph"):
+            comm.allreduce(on_gpu(np.ones(3))).wait()
     monkeypatch.setattr(standin_gpu.Data, "device_id", 1 if comm.rank == 0 else 0)
     with pytest.raises(InputError, match=r"the array is on GPU 1, but .* has bound this rank to GPU 0"):
         comm.allreduce(on_gpu(np.ones(3))).wait()

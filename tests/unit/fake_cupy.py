@@ -31,6 +31,9 @@ class Stream:
         for ptr, count in event.done_before.items():
             self.done_before[ptr] = max(self.done_before.get(ptr, 0), count)
 
+    def is_capturing(self):
+        return False
+
     def __enter__(self):
         stack.append(self)
         return self
