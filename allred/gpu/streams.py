@@ -50,6 +50,7 @@ from allred.gpu.launch_order import LaunchOrder
 _UUID_BYTES = 16
 _NOT_READY = 600  # cudaErrorNotReady
 _HIGH_PRIORITY = -100  # CUDA replaces it by the highest priority of the GPU
+_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,13 +82,17 @@ def visible_gpus() -> VisibleGpus:
     return VisibleGpus(_uuids(), cupy) if cupy else NO_GPUS
 
 
-def _uuids() -> tuple[str, ...]:
+def _driver() -> Any:
+    """The library of the CUDA driver; None if there is none."""
     try:
-        cuda = ctypes.CDLL("libcuda.so.1")
+        return ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return ()
-    count = ctypes.c_int()
-    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        return None
+
+
+def _uuids() -> tuple[str, ...]:
+    cuda, count = _driver(), ctypes.c_int()
+    if cuda is None or cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
         return ()
     # The older function returns the UUID of the whole GPU for each of its MIG instances.
     get_uuid = getattr(cuda, "cuDeviceGetUuid_v2", None) or cuda.cuDeviceGetUuid
@@ -298,6 +303,13 @@ class Device:
     def use(self) -> None:
         """Make this GPU current in the calling thread. By default CUDA would use GPU 0 and allocate memory on it."""
         self._gpu.use()
+
+    def use_in_watching_thread(self) -> None:
+        """As `use`, in a thread that queries events at any time. While another thread captures a CUDA graph, as torch
+        does by default, a query in a thread of the default mode is an error, and ends the capture."""
+        self.use()
+        if (cuda := _driver()) is not None:
+            cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
 
     def current(self, handle: StreamHandle | None = None) -> Any:
         """cupy's current stream, or another framework's."""

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import types
 import weakref
 
 import fake_cupy
@@ -133,6 +134,14 @@ def test_each_thread_that_takes_a_stream_uses_the_gpu_of_the_rank(cupy, monkeypa
         thread.start()
         thread.join()
     assert used == [3] * 5
+
+
+def test_events_can_be_queried_while_another_thread_captures_a_graph(cupy, monkeypatch):
+    modes = []
+    driver = types.SimpleNamespace(cuThreadExchangeStreamCaptureMode=lambda mode: modes.append(mode._obj.value))
+    monkeypatch.setattr(streams, "_driver", lambda: driver)
+    streams.Device(GpuBinding(2), rank=0).use_in_watching_thread()
+    assert (fake_cupy.current.gpu, modes) == (2, [1])
 
 
 def test_turns_come_in_the_order_in_which_they_were_taken():

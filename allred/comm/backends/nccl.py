@@ -120,7 +120,7 @@ class NcclBackend(DeviceBackend):
         if problem:
             raise AllredError(f"NCCL cannot start: {problem}; {HINT}")
         self._nccl = starting.made
-        self._guard.begin(self._nccl, self.device.use)
+        self._guard.begin(self._nccl, self.device.use_in_watching_thread)
 
     def _first_problem(self, starting: BlockingNcclCall) -> Steps[str]:
         """Wait until the calls of all ranks have returned, or one has failed. Return its error, or ""."""
