@@ -36,6 +36,7 @@ import functools
 import importlib.util
 import os
 import socket
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -215,7 +216,7 @@ class StreamLease:
         """Allocate results with these shapes and dtypes on the caller's stream."""
         self._device.use()
         with self._caller:
-            made = [self._device.xp.empty(shape, dtype) for shape, dtype in wanted]
+            made = [self._device.empty(shape, dtype) for shape, dtype in wanted]
         self._ready.append(self._device.record(self._caller))  # earlier work there may still use the recycled memory
         return made
 
@@ -333,6 +334,17 @@ class Device:
         """NCCL communicator. Blocks until all ranks have called it; any thread may call it."""
         self.use()
         return self.nccl.NcclCommunicator(size, unique_id, rank)
+
+    def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Any:
+        """Allocate an array on the current stream. If the GPU has no memory left, torch first returns the memory that
+        its allocator keeps for new tensors."""
+        try:
+            return self.xp.empty(shape, dtype)
+        except MemoryError:
+            if (torch := sys.modules.get("torch")) is None or not torch.cuda.is_initialized():
+                raise
+            torch.cuda.empty_cache()
+        return self.xp.empty(shape, dtype)
 
     def pinned(self, count: int) -> Any:
         memory = self.xp.cuda.alloc_pinned_memory(max(count, 1))

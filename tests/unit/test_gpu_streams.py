@@ -144,6 +144,22 @@ def test_events_can_be_queried_while_another_thread_captures_a_graph(cupy, monke
     assert (fake_cupy.current.gpu, modes) == (2, [1])
 
 
+def test_torch_returns_memory_that_it_does_not_use(device, cupy, monkeypatch):
+    left = []
+
+    def empty(*arguments):
+        if not left:
+            raise MemoryError("out of memory")
+        return fake_cupy.empty(*arguments)
+
+    monkeypatch.setattr(cupy, "empty", empty)
+    with pytest.raises(MemoryError):
+        device.empty(3, np.float32)
+    allocator = types.SimpleNamespace(is_initialized=lambda: True, empty_cache=lambda: left.append("memory"))
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=allocator))
+    assert device.empty(3, np.float32).shape == (3,)
+
+
 def test_turns_come_in_the_order_in_which_they_were_taken():
     order, void = LaunchOrder(), []
     first, second, third, last = (order.take(lambda: void) if i == 1 else order.take(bool) for i in range(4))

@@ -193,7 +193,7 @@ class NcclBackend(DeviceBackend):
         """Send part r of 16-bit floats to rank r, and reduce the parts that this rank receives. stride: at least the
         elements of the largest part, a multiple of 8."""
         rank, size, uint8 = self._host.rank, self._host.size, self._type("uint8")
-        rows = self.device.xp.empty(size * stride, parts[rank].dtype)
+        rows = self.device.empty(size * stride, parts[rank].dtype)
         with self._group():
             for peer in range(size):
                 if peer != rank and parts[peer].size:
@@ -262,7 +262,7 @@ class NcclBackend(DeviceBackend):
             if moved is flat or name == "bool":
                 result = _result(name, flat, flat, out)
             else:
-                result = xp.empty(out.size, moved.dtype)
+                result = self.device.empty(out.size, moved.dtype)
             dtype, nccl_op = self._type(how.name), self._op(how.op)
             if len(set(counts)) == 1:
                 self._call("reduceScatter", moved, result, counts[0], dtype, nccl_op, stream.ptr)
