@@ -210,6 +210,21 @@ def test_it_is_read_on_the_stream_it_is_computed_on(cupy, monkeypatch):
     assert list(map(device_arrays.current_stream, given)) == [other.stream, stack[0], stack[0]]
 
 
+def test_a_thread_uses_the_gpu_of_its_tensors(cupy, monkeypatch):
+    """The kernels of a scan are launched there, before any operation has made it current."""
+    stream, used = Stream(77), []
+    torch = types.SimpleNamespace(current_stream=lambda index: types.SimpleNamespace(cuda_stream=stream.ptr))
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=torch))
+    tensor = device_arrays.Adopted(np.ones(3), np.dtype(float), True, None, device_arrays._torch_stream.__wrapped__(3))
+    monkeypatch.setattr(device_arrays, "adopt", lambda value: tensor)
+    monkeypatch.setattr(device_arrays, "_kernels", lambda stream: None)
+    monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda: used.append(fake_cupy.current.gpu) or stack[-1])
+    thread = threading.Thread(target=device_arrays.with_kernels, args=([None],))
+    thread.start()
+    thread.join()
+    assert used == [3]
+
+
 @pytest.mark.parametrize("out", [False, True])
 @pytest.mark.parametrize("wide", [np.float32, np.float64])
 def test_arithmetic_is_done_on_the_stream_of_the_array(cupy, out, wide):
