@@ -262,6 +262,7 @@ class Device:
         os.environ.update(nccl_variables(binding, rank, nccl.get_version(), socket.gethostname()))
         self.launches = LaunchOrder()
         self._add_streams()
+        self.kernels.compile()  # in an operation an error would be this rank's alone
 
     def _add_streams(self) -> None:
         self.kernels, self.unpack_kernels = Kernels(self.xp), Kernels(self.xp)  # a table is used on one stream only

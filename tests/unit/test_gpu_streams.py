@@ -31,6 +31,15 @@ def device(cupy):
     return streams.Device(GpuBinding(0), rank=0)
 
 
+def test_a_rank_that_cannot_compile_the_kernels_fails_in_init(cupy, monkeypatch):
+    def fails(_):
+        raise RuntimeError("Failed to find CUDA headers")
+
+    monkeypatch.setattr(fake_cupy.RawModule, "compile", fails)
+    with pytest.raises(RuntimeError, match="Failed to find CUDA headers"):
+        streams.Device(GpuBinding(0), rank=0)
+
+
 class Other:
     """A framework with a current stream of its own."""
 
