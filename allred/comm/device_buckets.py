@@ -79,6 +79,11 @@ class DeviceBucket:
     is_float: bool
     is_packed: bool
 
+    @functools.cached_property
+    def nbytes(self) -> int:
+        """Bytes of the slices in the wire dtype, without padding."""
+        return sum(stop - start for _, start, stop in self.slices) * storage_dtype(self.wire_dtype).itemsize
+
 
 @dataclasses.dataclass(frozen=True)
 class BucketPlan:
@@ -199,7 +204,7 @@ def reduce_buckets(
     packing, communication, unpacking = device.packing, device.communication, device.unpacking
     for name, positions in plan.direct.items():
         pairs = [flat_arrays[position] for position in positions]
-        devices.sent_bytes += sum(source.nbytes for source, _ in pairs)
+        devices.count_sent(sum(source.nbytes for source, _ in pairs))
         yield from devices.allreduce(lease, pairs, name, op)
     if not plan.buckets:
         return communication
@@ -221,7 +226,7 @@ def reduce_buckets(
             fusion_buffer.packed.record(packing)
         communication.wait_event(fusion_buffer.packed)
         divided = divides(bucket.wire_dtype, op)
-        devices.sent_bytes += source.nbytes
+        devices.count_sent(bucket.nbytes)
         yield from devices.allreduce(lease, [(source, target)], bucket.wire_dtype, ReduceOp.SUM if divided else op)
         fusion_buffer.reduced.record(communication)
         with unpacking:

@@ -6,7 +6,9 @@ where another passes a device array gets the usual error. After that, the operat
 and does not block the host.
 """
 
+import contextlib
 import dataclasses
+import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -39,7 +41,7 @@ class DeviceOperations:
         steps: Steps[T]
         queue = self.communicator.queue
         try:
-            steps = make()
+            steps = self._keeping(make())
         except Exception as error:
             if agreed:
                 queue.poison(f"{kind}{quoted(name)} failed on this rank: {error}")
@@ -52,6 +54,17 @@ class DeviceOperations:
             return self.communicator.start(kind, name, steps, turn)
         except BaseException:
             turn.end()
+            raise
+
+    def _keeping(self, steps: Steps[T]) -> Steps[T]:
+        """Run the steps. After an error keep what the kernels use that are launched already: the local variables of the
+        functions that the error has ended, until the GPU has finished."""
+        try:
+            return (yield from steps)
+        except BaseException as error:
+            frames = [dict(frame.f_locals) for frame, _ in traceback.walk_tb(error.__traceback__)][1:]
+            with contextlib.suppress(Exception):  # of CUDA, which allocates no memory any more then
+                self.devices.device.keep_until_idle(frames)
             raise
 
     def _agree(self, descriptor: OpDescriptor) -> Steps[tuple[Group, DeviceBackend, list[bytes]]]:

@@ -13,6 +13,7 @@ import itertools
 import os
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -183,7 +184,8 @@ class Work(Generic[T]):
         except AllredError as error:  # the same error on all ranks: the next operation can run
             self._finish(error)
         except BaseException as error:
-            self._queue.poison(f"{self.title} was cut short by {type(error).__name__}")
+            reason = traceback.format_exception_only(error)[-1].partition("\n")[0]
+            self._queue.poison(f"{self.title} was cut short by {reason}")
             raise
 
     def _finish(self, outcome: T | AllredError) -> None:

@@ -16,6 +16,8 @@ found = {"cupy": cupy.__version__, "cuda_runtime": runtime.runtimeGetVersion()}
 found["cuda_driver"] = runtime.driverGetVersion()
 count = runtime.getDeviceCount()
 found["devices"] = [runtime.getDeviceProperties(i)["name"].decode() for i in range(count)]
+if count:
+    cupy.arange(1)  # compiles a kernel, with NVRTC and the headers of CUDA
 try:
     from cupy.cuda import nccl
     found["nccl"] = nccl.get_version()

@@ -147,10 +147,18 @@ def _to_torch(made: Any, dtype: np.dtype[Any]) -> Any:
 
 @functools.cache
 def _torch_stream(index: int) -> StreamHandle:
-    """Handle function of torch's current stream on a GPU; the same object for all tensors there."""
+    """Handle function of torch's current stream on a GPU; the same object for all tensors there. It makes the GPU
+    current: a new thread uses GPU 0, also if its tensors are elsewhere."""
     torch: Any = sys.modules["torch"]
+    import cupy
 
-    return lambda: int(torch.cuda.current_stream(index).cuda_stream)
+    gpu = cupy.cuda.Device(index)
+
+    def handle() -> int:
+        gpu.use()
+        return int(torch.cuda.current_stream(index).cuda_stream)
+
+    return handle
 
 
 def _from_interface(value: Any, interface: dict[str, Any]) -> Adopted:
@@ -268,9 +276,12 @@ def with_kernels(values: Sequence[Any]) -> tuple[list[Adopted], Kernels]:
     """Adopt device arrays, make cupy's current stream wait for their frameworks' streams, and return its kernels."""
     import cupy
 
-    found, current = [adopt(value) for value in values], cupy.cuda.get_current_stream()
-    for handle in {one.stream for one in found if one.stream is not None}:
-        current.wait_event(external_stream(handle()).record())
+    found = [adopt(value) for value in values]
+    handles = {one.stream for one in found if one.stream is not None}
+    events = [external_stream(handle()).record() for handle in handles]
+    current = cupy.cuda.get_current_stream()
+    for event in events:
+        current.wait_event(event)
     return found, _kernels(current.ptr)
 
 

@@ -39,6 +39,6 @@ class GpuFusionBuffer:
                 self._views.clear()
             if grows:
                 self._memory = None  # the pool may need this memory
-                self._memory = self._device.xp.empty(nbytes, np.uint8)
+                self._memory = self._device.empty(nbytes, np.uint8)
             elements = self._views[count, dtype] = self._memory[:nbytes].view(dtype)
         return elements

@@ -2,8 +2,8 @@
 
 One launch of a fuse.cu kernel covers all tensors of a bucket. Its arguments are tables on the GPU: the address of each
 tensor, and the part for each block. Tables are kept from step to step, because gradients mostly keep their addresses.
-NVRTC compiles the kernels at their first use, through cupy, which caches the result on disk. cupy adds -ftz=true: as in
-all of its arithmetic, float32 numbers below 1.2e-38 count as 0.
+NVRTC compiles those of fuse.cu in init(), through cupy, which caches the result on disk. cupy adds -ftz=true: as in all
+of its arithmetic, float32 numbers below 1.2e-38 count as 0.
 """
 
 import functools
@@ -83,6 +83,10 @@ class Kernels:
     @functools.cached_property
     def _module(self) -> Any:
         return self._xp.RawModule(code=SOURCE.read_text(), options=("-fmad=false",))
+
+    def compile(self) -> None:
+        """Compile all kernels now."""
+        self._module.compile()
 
     def table(self, parts: Sequence[Any], itemsize: int) -> LaunchTable:
         """Table of tensors of one dtype, for a buffer with elements of `itemsize` bytes; cached by address and size."""

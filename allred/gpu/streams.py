@@ -36,6 +36,7 @@ import functools
 import importlib.util
 import os
 import socket
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -43,6 +44,7 @@ from typing import Any
 
 import numpy as np
 
+from allred.errors import InputError
 from allred.gpu.kernels import Kernels
 from allred.gpu.launch_order import LaunchOrder
 from allred.wording import count
@@ -50,6 +52,7 @@ from allred.wording import count
 _UUID_BYTES = 16
 _NOT_READY = 600  # cudaErrorNotReady
 _HIGH_PRIORITY = -100  # CUDA replaces it by the highest priority of the GPU
+_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,13 +84,17 @@ def visible_gpus() -> VisibleGpus:
     return VisibleGpus(_uuids(), cupy) if cupy else NO_GPUS
 
 
-def _uuids() -> tuple[str, ...]:
+def _driver() -> Any:
+    """The library of the CUDA driver; None if there is none."""
     try:
-        cuda = ctypes.CDLL("libcuda.so.1")
+        return ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return ()
-    count = ctypes.c_int()
-    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        return None
+
+
+def _uuids() -> tuple[str, ...]:
+    cuda, count = _driver(), ctypes.c_int()
+    if cuda is None or cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
         return ()
     # The older function returns the UUID of the whole GPU for each of its MIG instances.
     get_uuid = getattr(cuda, "cuDeviceGetUuid_v2", None) or cuda.cuDeviceGetUuid
@@ -196,6 +203,11 @@ class StreamLease:
 
     def __init__(self, device: "Device", handles: Iterable[StreamHandle | None], independent: bool = False) -> None:
         callers = [device.current(handle) for handle in handles] or [device.current()]
+        if any(stream.is_capturing() for stream in callers):
+            raise InputError(
+                "the current stream captures a CUDA graph, which cannot contain operations of allred, because ranks "
+                "compare headers on the host; call it before or after the capture"
+            )
         self._device, self._caller, self._independent = device, callers[0], independent
         self._handles = [handle for handle in handles if handle is not None]
         self._ready = [device.record(stream) for stream in callers]
@@ -205,7 +217,7 @@ class StreamLease:
         """Allocate results with these shapes and dtypes on the caller's stream."""
         self._device.use()
         with self._caller:
-            made = [self._device.xp.empty(shape, dtype) for shape, dtype in wanted]
+            made = [self._device.empty(shape, dtype) for shape, dtype in wanted]
         self._ready.append(self._device.record(self._caller))  # earlier work there may still use the recycled memory
         return made
 
@@ -251,6 +263,7 @@ class Device:
         os.environ.update(nccl_variables(binding, rank, nccl.get_version(), socket.gethostname()))
         self.launches = LaunchOrder()
         self._add_streams()
+        self.kernels.compile()  # in an operation an error would be this rank's alone
 
     def _add_streams(self) -> None:
         self.kernels, self.unpack_kernels = Kernels(self.xp), Kernels(self.xp)  # a table is used on one stream only
@@ -294,6 +307,13 @@ class Device:
         """Make this GPU current in the calling thread. By default CUDA would use GPU 0 and allocate memory on it."""
         self._gpu.use()
 
+    def use_in_watching_thread(self) -> None:
+        """As `use`, in a thread that queries events at any time. While another thread captures a CUDA graph, as torch
+        does by default, a query in a thread of the default mode is an error, and ends the capture."""
+        self.use()
+        if (cuda := _driver()) is not None:
+            cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
+
     def current(self, handle: StreamHandle | None = None) -> Any:
         """cupy's current stream, or another framework's."""
         self.use()
@@ -316,6 +336,17 @@ class Device:
         """NCCL communicator. Blocks until all ranks have called it; any thread may call it."""
         self.use()
         return self.nccl.NcclCommunicator(size, unique_id, rank)
+
+    def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Any:
+        """Allocate an array on the current stream. If the GPU has no memory left, torch first returns the memory that
+        its allocator keeps for new tensors."""
+        try:
+            return self.xp.empty(shape, dtype)
+        except MemoryError:
+            if (torch := sys.modules.get("torch")) is None or not torch.cuda.is_initialized():
+                raise
+            torch.cuda.empty_cache()
+        return self.xp.empty(shape, dtype)
 
     def pinned(self, count: int) -> Any:
         memory = self.xp.cuda.alloc_pinned_memory(max(count, 1))
@@ -343,6 +374,11 @@ class Device:
         with self._lock:
             self._kept.append((event, what))
         self.release()
+
+    def keep_until_idle(self, what: Any) -> None:
+        """Keep `what` alive until the GPU has finished all work on the three streams so far."""
+        for stream in self.streams:
+            self.keep(self.record(stream), what)
 
     def release(self) -> None:
         """Release what the GPU does not use any more."""

@@ -60,6 +60,7 @@ METHODS = [
     (cupy.cuda.MemoryPointer, "ptr"),
     (cupy.cuda.MemoryPointer, "device_id"),
     (cupy.RawModule, "get_function(name)"),
+    (cupy.RawModule, "compile()"),
     (cupy.RawKernel, "__call__(grid, block, arguments)"),
     (nccl.NcclCommunicator, "check_async_error()"),
     (nccl.NcclCommunicator, "abort()"),

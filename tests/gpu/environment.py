@@ -27,6 +27,11 @@ NEEDED = [  # what, code that fails without it, how to get it
         "pip install nvidia-cuda-nvrtc (nvidia-cuda-nvrtc-cu12 for CUDA 12), or set CUDA_PATH to a CUDA toolkit",
     ),
     (
+        "the headers of CUDA",
+        "import cupy; cupy.arange(1)",
+        "pip install 'cupy-cuda13x[ctk]' (cupy-cuda12x for CUDA 12), or set CUDA_PATH to a CUDA toolkit",
+    ),
+    (
         "NCCL",
         "from cupy.cuda import nccl; nccl.get_version()",
         "pip install nvidia-nccl-cu13, or the one for your CUDA",

@@ -4,7 +4,10 @@
 The real thing: tests/gpu. Here `nccl` is what goes through NCCL's calls, `staged` what goes through the host.
 """
 
+import gc
 import itertools
+import threading
+import weakref
 
 import cuda_stand_in
 import ml_dtypes
@@ -19,6 +22,7 @@ from standin_gpu import DeviceArray, host, on_gpu
 import allred
 from allred.comm import device_operation, process_set
 from allred.errors import InputError, MismatchError
+from allred.gpu.fusion_buffers import GpuFusionBuffer
 
 pytestmark = pytest.mark.mpi
 
@@ -184,9 +188,63 @@ def test_what_cannot_be_used_is_known_to_all(comm, monkeypatch):
         comm.grouped_allreduce([on_gpu(np.ones(3)), np.ones(3)]).wait()
     with pytest.raises(InputError, match="is not supported"):
         comm.allreduce(on_gpu(np.ones(3, np.complex64))).wait()
+    with monkeypatch.context() as patched:
+        patched.setattr(cuda_stand_in.Stream, "is_capturing", lambda _: comm.rank == 0)
+        with pytest.raises(InputError, match="captures a CUDA graph"):
+            comm.allreduce(on_gpu(np.ones(3))).wait()
     monkeypatch.setattr(standin_gpu.Data, "device_id", 1 if comm.rank == 0 else 0)
     with pytest.raises(InputError, match=r"the array is on GPU 1, but .* has bound this rank to GPU 0"):
         comm.allreduce(on_gpu(np.ones(3))).wait()
+
+
+def test_ranks_do_not_wait_in_nccl_for_one_that_cannot_create_the_communicator(monkeypatch, rank, size):
+    """All raise its error; the next operation tries again."""
+    monkeypatch.setattr(device_operation, "adopt", standin_gpu.adopt)
+    comm, over = connect("nccl"), threading.Event()
+
+    def create(*_):
+        if rank == size - 1:
+            raise MemoryError("no memory for NCCL")
+        over.wait()
+
+    with monkeypatch.context() as broken:
+        broken.setattr(comm.devices.device, "communicator", create)
+        with pytest.raises(allred.errors.AllredError, match=f"start: rank {size - 1}: MemoryError: no memory for NCCL"):
+            comm.allreduce(on_gpu(np.ones(3))).wait(10)
+    over.set()
+    assert host(comm.allreduce(on_gpu(np.ones(3)), allred.Sum).wait()).tolist() == [size] * 3
+    comm.close()
+
+
+def test_an_operation_that_fails_keeps_its_memory_until_the_gpu_has_finished(monkeypatch, rank):
+    """Kernels of the buckets before may be running."""
+    monkeypatch.setattr(device_operation, "adopt", standin_gpu.adopt)
+    monkeypatch.setattr("allred.comm.device_buckets.BUCKET_BYTES", 4096)
+    monkeypatch.setattr(cuda_stand_in.gpu, "stuck", True)
+    comm, begin, begun = connect("nccl"), GpuFusionBuffer.begin, []
+
+    def out_of_memory(buffer, *arguments):
+        begun.append(buffer)
+        if len(begun) == 3:
+            raise MemoryError("out of memory")
+        return begin(buffer, *arguments)
+
+    monkeypatch.setattr(GpuFusionBuffer, "begin", out_of_memory)
+    group = [on_gpu(np.ones(400, np.float32)) for _ in range(9)]
+    one = weakref.ref(group[0])
+    with pytest.raises(MemoryError):
+        comm.grouped_allreduce(group).wait()
+    del group
+    gc.collect()
+    assert one() is not None
+    assert cuda_stand_in.problems == []
+    cuda_stand_in.gpu.stuck = False
+    comm.devices.device.release()
+    gc.collect()
+    assert one() is None
+    assert cuda_stand_in.problems == []
+    MPI.COMM_WORLD.Barrier()
+    comm.close()
 
 
 def test_a_group_of_calls_is_ended_after_an_error(monkeypatch, rank, size):
@@ -203,7 +261,6 @@ def test_a_group_of_calls_is_ended_after_an_error(monkeypatch, rank, size):
     monkeypatch.setattr(standin_gpu.Nccl, "broadcast", broken)
     with pytest.raises(allred.errors.AllredError, match="NCCL's broadcast: an invalid argument"):
         comm.allgather(on_gpu(np.ones(3 if rank else 4))).wait()
-    cuda_stand_in.synchronize()  # an operation that fails keeps no memory
     assert standin_gpu.Nccl.open_groups == 0
     MPI.COMM_WORLD.Barrier()
     comm.close()

@@ -31,6 +31,9 @@ class Stream:
         for ptr, count in event.done_before.items():
             self.done_before[ptr] = max(self.done_before.get(ptr, 0), count)
 
+    def is_capturing(self):
+        return False
+
     def __enter__(self):
         stack.append(self)
         return self
@@ -115,14 +118,18 @@ class ndarray(metaclass=Meta):  # noqa: N801  (cupy's spelling)
     pass
 
 
-class Kernels:
-    pass
+class RawModule:
+    def __init__(self, code, *, options=()):
+        pass
+
+    def compile(self):
+        pass
 
 
 def module():
     """To stand in sys.modules for cupy."""
     made = types.ModuleType("cupy")
-    made.ndarray, made.empty = ndarray, empty
+    made.ndarray, made.empty, made.RawModule = ndarray, empty, RawModule
     made.zeros = lambda shape, dtype: np.zeros(shape, dtype).view(Array)
     made.asarray = lambda value: np.asarray(value).view(Array)
     nccl = types.SimpleNamespace(get_version=lambda: 23000)

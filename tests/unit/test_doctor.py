@@ -104,11 +104,13 @@ class nccl:
 
 
 def test_cupy_is_probed_in_a_new_process(tmp_path, monkeypatch):
-    write_files(tmp_path, {"cupy/__init__.py": "__version__ = '13.0'", "cupy/cuda.py": FAKE_CUPY})
+    write_files(tmp_path, {"cupy/__init__.py": "__version__, arange = '13.0', range", "cupy/cuda.py": FAKE_CUPY})
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     facts = gpu.probe()
     assert (facts.cupy, facts.devices, facts.nccl, facts.error) == ("13.0", ("Fake GPU",), 22805, "")
+    write_files(tmp_path, {"cupy/__init__.py": "__version__ = '14'; arange = lambda _: open('cuda_fp16.h')"})
+    assert gpu.probe().error == "FileNotFoundError: [Errno 2] No such file or directory: 'cuda_fp16.h'"
     write_files(tmp_path, {"cupy/__init__.py": "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"})
     assert gpu.probe().error == "the process that loaded it was killed by signal 11"
     write_files(tmp_path, {"cupy/__init__.py": "raise ImportError('libcuda.so.1: not found')"})

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import types
 import weakref
 
 import fake_cupy
@@ -28,6 +29,15 @@ def cupy(monkeypatch):
 @pytest.fixture
 def device(cupy):
     return streams.Device(GpuBinding(0), rank=0)
+
+
+def test_a_rank_that_cannot_compile_the_kernels_fails_in_init(cupy, monkeypatch):
+    def fails(_):
+        raise RuntimeError("Failed to find CUDA headers")
+
+    monkeypatch.setattr(fake_cupy.RawModule, "compile", fails)
+    with pytest.raises(RuntimeError, match="Failed to find CUDA headers"):
+        streams.Device(GpuBinding(0), rank=0)
 
 
 class Other:
@@ -135,6 +145,30 @@ def test_each_thread_that_takes_a_stream_uses_the_gpu_of_the_rank(cupy, monkeypa
     assert used == [3] * 5
 
 
+def test_events_can_be_queried_while_another_thread_captures_a_graph(cupy, monkeypatch):
+    modes = []
+    driver = types.SimpleNamespace(cuThreadExchangeStreamCaptureMode=lambda mode: modes.append(mode._obj.value))
+    monkeypatch.setattr(streams, "_driver", lambda: driver)
+    streams.Device(GpuBinding(2), rank=0).use_in_watching_thread()
+    assert (fake_cupy.current.gpu, modes) == (2, [1])
+
+
+def test_torch_returns_memory_that_it_does_not_use(device, cupy, monkeypatch):
+    left = []
+
+    def empty(*arguments):
+        if not left:
+            raise MemoryError("out of memory")
+        return fake_cupy.empty(*arguments)
+
+    monkeypatch.setattr(cupy, "empty", empty)
+    with pytest.raises(MemoryError):
+        device.empty(3, np.float32)
+    allocator = types.SimpleNamespace(is_initialized=lambda: True, empty_cache=lambda: left.append("memory"))
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=allocator))
+    assert device.empty(3, np.float32).shape == (3,)
+
+
 def test_turns_come_in_the_order_in_which_they_were_taken():
     order, void = LaunchOrder(), []
     first, second, third, last = (order.take(lambda: void) if i == 1 else order.take(bool) for i in range(4))
@@ -183,6 +217,21 @@ def test_it_is_read_on_the_stream_it_is_computed_on(cupy, monkeypatch):
     assert seen == [other.stream, stack[0]]
     given = Foreign(np.ones(3), stream=77), Foreign(np.ones(3), stream=None), np.ones(3).view(Array)
     assert list(map(device_arrays.current_stream, given)) == [other.stream, stack[0], stack[0]]
+
+
+def test_a_thread_uses_the_gpu_of_its_tensors(cupy, monkeypatch):
+    """The kernels of a scan are launched there, before any operation has made it current."""
+    stream, used = Stream(77), []
+    torch = types.SimpleNamespace(current_stream=lambda index: types.SimpleNamespace(cuda_stream=stream.ptr))
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=torch))
+    tensor = device_arrays.Adopted(np.ones(3), np.dtype(float), True, None, device_arrays._torch_stream.__wrapped__(3))
+    monkeypatch.setattr(device_arrays, "adopt", lambda value: tensor)
+    monkeypatch.setattr(device_arrays, "_kernels", lambda stream: None)
+    monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda: used.append(fake_cupy.current.gpu) or stack[-1])
+    thread = threading.Thread(target=device_arrays.with_kernels, args=([None],))
+    thread.start()
+    thread.join()
+    assert used == [3]
 
 
 @pytest.mark.parametrize("out", [False, True])

@@ -152,6 +152,10 @@ class DeviceBackend(ABC):
         self.sent_bytes = 0  # contributed to allreduces so far, in their wire dtype
         self.fusion_buffers = itertools.cycle([GpuFusionBuffer(device), GpuFusionBuffer(device)])
 
+    def count_sent(self, nbytes: int) -> None:
+        """Add bytes to `sent_bytes`."""
+        self.sent_bytes += nbytes
+
     def ready(self) -> Steps[None]:
         """Connect to the other ranks, if necessary. Collective."""
         yield from ()

@@ -1,7 +1,8 @@
 """Backend nccl: arrays on GPUs through NCCL, enqueued on the communication stream.
 
 The NCCL communicator is created when it is first used. NCCL blocks until all ranks create it, so a thread does that,
-and this rank waits as for any operation, with the time limit and its messages.
+and this rank waits as for any operation, with the time limit and its messages. Meanwhile the ranks exchange their
+errors on the host: if one rank fails, the others would wait for it in NCCL.
 
 Some dtypes and operators are converted before NCCL, so that results equal those of the other backends (ops.py):
 
@@ -20,6 +21,7 @@ import dataclasses
 import functools
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -29,7 +31,7 @@ from allred import arrays
 from allred.comm.backends.backend import Backend, DeviceBackend, pickled
 from allred.comm.backends.nccl_guard import HINT, Guard
 from allred.comm.ops import ReduceOp
-from allred.comm.work import Steps, WorkQueue
+from allred.comm.work import Polled, Steps, WorkQueue
 from allred.errors import AllredError
 from allred.gpu.device_arrays import HALF_DTYPES, half_to_float32, round_to_half
 from allred.gpu.kernels import ALIGNED_HALVES
@@ -44,6 +46,7 @@ _OPS = {
 }
 
 _SLICE_ELEMENTS = 2**24  # of 16-bit floats: 32 MiB
+_EXCHANGE_S = 0.5  # interval at which ranks that create the communicator exchange their errors
 
 _WIDE = {"bool": "uint8", "int16": "int32"}
 _KEYS = {"float16": "int32", "bfloat16": "int32", "float32": "int32", "float64": "int64"}
@@ -80,6 +83,11 @@ class BlockingNcclCall:
         self._thread.join(0.001)
         return self.done()
 
+    def ends_within(self, limit_s: float) -> Polled:
+        """To wait for the end of the call, or for `limit_s` seconds."""
+        until = time.monotonic() + limit_s
+        return Polled(lambda: self.done() or time.monotonic() > until, waits_for_peers=True)
+
 
 class NcclBackend(DeviceBackend):
     """NCCL between the GPUs of all ranks of `host`, the host backend.
@@ -108,13 +116,22 @@ class NcclBackend(DeviceBackend):
         unique_id, problem = yield from self._host.broadcast_object(pickled((starting.made, starting.problem)), 0)
         if not problem:
             starting = BlockingNcclCall(lambda: self.device.communicator(self._host.size, unique_id, self._host.rank))
-            yield starting
-            problems = yield from self._host.allgather_object(pickled(starting.problem))
-            problem = next((f"rank {self._ranks[r]}: {text}" for r, text in enumerate(problems) if text), "")
+            problem = yield from self._first_problem(starting)
         if problem:
             raise AllredError(f"NCCL cannot start: {problem}; {HINT}")
         self._nccl = starting.made
-        self._guard.begin(self._nccl, self.device.use)
+        self._guard.begin(self._nccl, self.device.use_in_watching_thread)
+
+    def _first_problem(self, starting: BlockingNcclCall) -> Steps[str]:
+        """Wait until the calls of all ranks have returned, or one has failed. Return its error, or ""."""
+        while True:
+            yield starting.ends_within(_EXCHANGE_S)
+            states = yield from self._host.allgather_object(pickled((starting.done(), starting.problem)))
+            for rank, (_, problem) in zip(self._ranks, states, strict=True):
+                if problem:
+                    return f"rank {rank}: {problem}"
+            if all(done for done, _ in states):
+                return ""
 
     def watch(self, end: Completion, title: str) -> Completion:
         return self._guard.watch(end, title)
@@ -176,7 +193,7 @@ class NcclBackend(DeviceBackend):
         """Send part r of 16-bit floats to rank r, and reduce the parts that this rank receives. stride: at least the
         elements of the largest part, a multiple of 8."""
         rank, size, uint8 = self._host.rank, self._host.size, self._type("uint8")
-        rows = self.device.xp.empty(size * stride, parts[rank].dtype)
+        rows = self.device.empty(size * stride, parts[rank].dtype)
         with self._group():
             for peer in range(size):
                 if peer != rank and parts[peer].size:
@@ -245,7 +262,7 @@ class NcclBackend(DeviceBackend):
             if moved is flat or name == "bool":
                 result = _result(name, flat, flat, out)
             else:
-                result = xp.empty(out.size, moved.dtype)
+                result = self.device.empty(out.size, moved.dtype)
             dtype, nccl_op = self._type(how.name), self._op(how.op)
             if len(set(counts)) == 1:
                 self._call("reduceScatter", moved, result, counts[0], dtype, nccl_op, stream.ptr)
