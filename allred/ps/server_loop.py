@@ -291,5 +291,5 @@ class SilentWorkers:
 
     def _report_end(self) -> None:
         if (watcher := world.watcher()) is not None:
-            watcher.send("going")
+            watcher.send("resumed")
         self._reported, self._reported_workers = "", []
