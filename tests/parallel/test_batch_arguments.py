@@ -12,6 +12,7 @@ from allred import world
 from allred.data import loader, shuffled, stream
 from allred.errors import MismatchError
 from allred.modes.detect.batch_arguments import BatchArguments
+from allred.wording import named
 
 pytestmark = [pytest.mark.mpi]
 ROWS = np.arange(200.0)
@@ -120,7 +121,7 @@ def test_a_state_that_only_the_chief_has_loaded(rank, size):
     training, data = Training(), batches()
     if rank == 0:
         data.load_state_dict({"epoch": 0, "samples": 40, "rows": 200, "seed": 0})
-    others = "rank 1" if size == 2 else f"ranks {', '.join(map(str, range(1, size - 1)))} and {size - 1}"
+    others = named("rank", range(1, size))
     refused(
         lambda: training.run(data),
         f"start='epoch 0, sample 40' on rank 0, start='epoch 0, sample 0' on {others}. Samples would be skipped",

@@ -9,6 +9,7 @@ import pytest
 import allred
 from allred import optim
 from allred.errors import InputError, NonFiniteError
+from allred.wording import named
 
 pytestmark = pytest.mark.mpi
 
@@ -67,7 +68,7 @@ def test_several_tensors_on_several_ranks(rank, size):
         pytest.skip("one rank is not several")
     opt, params = allred.distributed(optim.SGD()), start()
     grads = poisoned(params, "s" if rank == 0 else "b")
-    others = "rank 1" if size == 2 else f"ranks {', '.join(map(str, range(1, size - 1)))} and {size - 1}"
+    others = named("rank", range(1, size))
     with pytest.raises(NonFiniteError, match=rf"'s' on rank 0 \(it is nan\); 'b' on {others} \(1 of 5"):
         opt.step(params, grads)
 
