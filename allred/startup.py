@@ -200,13 +200,12 @@ def _duplicate(comm: Any, lifeline: int) -> tuple[Any, str]:
     if comm is not None and (not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL):
         raise InputError(f"init(comm=...) takes an mpi4py intracommunicator or a list of ranks, got {comm!r}")
     library = mpi.library_name(MPI.Get_library_version())
-    if MPI.COMM_WORLD.Get_size() == 1:
-        shm_files.delete_own()
     if comm is None or comm.Get_size() == 1:
         mpi.check_world(MPI.COMM_WORLD.Get_size(), library)
     duplicate, request = (MPI.COMM_WORLD if comm is None else comm).Idup()
     while not request.Test():
         os.sched_yield()
+    shm_files.delete_own()
     if is_list:
         comm.Free()
     return duplicate, library

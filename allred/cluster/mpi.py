@@ -5,11 +5,14 @@ import os
 import pathlib
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from allred import log
 from allred.cluster import launcher
 from allred.errors import ConfigError, InputError
+from allred.wording import count
 
 # Open MPI's default algorithm of MPI_Iallreduce sends as a reduce and a broadcast, and `put` of its BTL tcp uses one
 # direction of a link at a time: both take twice as long as needed.
@@ -17,6 +20,10 @@ _SEVERAL_HOSTS = {
     "OMPI_MCA_coll_libnbc_iallreduce_algorithm": "3",  # Rabenseifner's
     "OMPI_MCA_btl_tcp_flags": "1",  # send only
 }
+
+# Of MPICH 5 in /dev/shm (measured): 5.3 MiB per rank. If much less is free, it takes 1 MiB; between both it may crash.
+_SHM_RANK_BYTES, _SHM_BYTES = 6 << 20, 16 << 20
+_WARN_FIRST_S = 1.0  # by which the others start MPI later: if one ends by the signal, mpirun kills all
 
 _HOST_FILE_4, _HOST_FILE_5 = "OMPI_MCA_orte_default_hostfile", "PRTE_MCA_prte_default_hostfile"
 
@@ -43,6 +50,7 @@ def load() -> tuple[Any, bool]:
         starts = MPI is not None and not MPI.Is_initialized()
         if starts:
             check_launcher(MPI.Get_library_version())
+            _warn_of_small_shm(MPI.Get_library_version(), os.environ)
             if mpi4py.rc.threads:
                 MPI.Init_thread(getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}"))
             else:
@@ -145,6 +153,28 @@ def check_launcher(library: str, environ: Mapping[str, str] = os.environ) -> Non
             "open here), so it cannot join the world in place of that rank; start it by os.exec or with "
             "subprocess.Popen(close_fds=False). For a world of its own, start it without the variables PMI_* and MPI_*"
         )
+
+
+def _warn_of_small_shm(library: str, environ: Mapping[str, str]) -> None:
+    """Print a warning on one rank of this host if /dev/shm may be too small for MPICH, which then ends in MPI_Init by a
+    signal, without a message. Open MPI prints one."""
+    if launcher.implementation(library) != "MPICH":
+        return
+    ranks = int(environ.get("MPI_LOCALNRANKS", "1"))
+    needed = _SHM_BYTES + ranks * _SHM_RANK_BYTES
+    with contextlib.suppress(OSError):
+        status = os.statvfs("/dev/shm")
+        if (free := status.f_bavail * status.f_frsize) >= needed:
+            return
+        if environ.get("MPI_LOCALRANKID", "0") != "0":
+            time.sleep(_WARN_FIRST_S)
+        else:
+            log.rank_warning(
+                f"warning: /dev/shm of {socket.gethostname()} has {free >> 20} MiB left. MPICH may need "
+                f"{needed >> 20} MiB for {count(ranks, 'rank')}; without it a signal may end the job in MPI_Init "
+                "(SIGBUS or SIGSEGV). Delete old files (python -m allred.watch.shm_files), or enlarge it (docker run "
+                "--shm-size=1g, or mount -o remount,size=1g /dev/shm)"
+            )
 
 
 def _is_open(descriptor: str) -> bool:

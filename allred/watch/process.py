@@ -20,7 +20,7 @@ import time
 
 from allred.channel import Channel, HandshakeError, Listener, connect, dispatch
 from allred.detached import serve
-from allred.watch import process_state, runner_link, shm_files
+from allred.watch import process_state, runner_link
 from allred.watch.heartbeat import Heartbeat
 from allred.watch.job_monitor import JobMonitor
 from allred.watch.job_state import JobState
@@ -68,7 +68,6 @@ class Watcher:
             self._runner = runner_link.connect(settings["runner"], settings["size"])
             if self._runner is not None:
                 self._selector.register(self._runner.connection, selectors.EVENT_READ, self._receive_from_runner)
-        self._shm_files: set[shm_files.File] = set()  # files of MPICH that the ranks have mapped
         unix = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         unix.bind("")  # Linux chooses a name, which is not a file
         self.name = unix.getsockname().decode("latin-1")
@@ -105,14 +104,8 @@ class Watcher:
             self._lose_hosts(now)
             if now > self._last_death + AFTER_DEATH_S:
                 self._print("")
-            if all(rank.dead for rank in self._ranks.values()):
-                self._delete_shm_files()
         if self._monitor is not None:
             self._monitor.close()
-        deadline = time.monotonic() + AFTER_DEATH_S  # the kernel unmaps the files of a dead rank a moment later
-        while self._shm_files and not all(rank.left for rank in self._ranks.values()) and time.monotonic() < deadline:
-            time.sleep(TICK_S)
-            self._delete_shm_files()
         if self._has_lost_host and self._settings["launcher"]:
             self._launchers.end()
 
@@ -125,10 +118,6 @@ class Watcher:
         if len(self._ranks) < self._settings["ranks"] and now <= self._give_up_at:
             return bool(self._ranks) and is_past_death  # a rank that died in init() keeps the others from connecting
         return is_past_death or all(rank.left for rank in self._ranks.values())
-
-    def _delete_shm_files(self) -> None:
-        """Delete the files of the ranks in /dev/shm that no process uses."""
-        self._shm_files = {file for file in self._shm_files if not shm_files.delete(file)}
 
     # Ranks of this node.
 
@@ -150,7 +139,6 @@ class Watcher:
             connection.close()
             return
         self._ranks[rank.number] = rank
-        self._shm_files |= shm_files.mapped(rank.pid)
         self._launchers.record(rank.pid)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._receive_event(rank))
         self._selector.register(rank.pidfd, selectors.EVENT_READ, lambda: self._handle_death(rank))

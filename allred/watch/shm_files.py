@@ -1,5 +1,6 @@
-"""MPICH's shared-memory files in /dev/shm. MPI_Init creates one for the ranks of a node and MPI_Finalize deletes it. A
-killed job leaves its file there.
+"""MPICH's shared-memory files in /dev/shm. MPI_Init creates one for the ranks of a node, which all of them map, and
+MPI_Finalize deletes it. init() deletes it at once, because a killed job would leave it there. Files of jobs that end in
+MPI_Init, or do not use allred, stay.
 
 A file is in use if the kernel refuses a read lease. The kernel grants the lease only if no process of this machine has
 the file open or mapped for writing. That includes processes of other users and namespaces, whose /proc/PID/maps may not
@@ -18,7 +19,7 @@ import stat
 import sys
 from typing import NamedTuple
 
-_MAPPED = re.compile(r" ([0-9a-f]+):([0-9a-f]+) (\d+) +(/dev/shm/mpich_shm_\w+)$", re.MULTILINE)
+_MAPPED = re.compile(r" (/dev/shm/mpich_shm_\w+)$", re.MULTILINE)  # a deleted file has another end
 
 
 class File(NamedTuple):
@@ -27,16 +28,6 @@ class File(NamedTuple):
     path: str
     device: int
     inode: int
-
-
-def mapped(pid: int) -> set[File]:
-    """Return the files of MPICH that a process has mapped, which MPI_Init does; empty if they cannot be read."""
-    try:
-        with open(f"/proc/{pid}/maps") as maps:
-            found = _MAPPED.findall(maps.read())
-    except OSError:
-        return set()
-    return {File(path, os.makedev(int(major, 16), int(minor, 16)), int(inode)) for major, minor, inode, path in found}
 
 
 def unused() -> dict[File, int]:
@@ -62,11 +53,11 @@ def delete(file: File) -> bool:
 
 
 def delete_own() -> None:
-    """Delete the files that this process has mapped. For a single rank after MPI_Init: no other process opens them, and
-    no watcher deletes them if the rank is killed."""
-    for file in mapped(os.getpid()):
-        with contextlib.suppress(OSError):
-            os.unlink(file.path)
+    """Delete the files that this process has mapped. Call it after MPI_Init, which returns when all ranks of the node
+    have mapped the file; none opens it again."""
+    with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
+        for path in set(_MAPPED.findall(maps.read())):
+            os.unlink(path)
 
 
 class _Leased:

@@ -51,14 +51,25 @@ def alone():
     return words
 
 
-@pytest.mark.parametrize("case", ["all are killed", "one rank is killed", "a rank raises"])
+@pytest.mark.parametrize("case", ["all are killed", "one rank is killed", "a rank raises", "init raises"])
 def test_mpichs_file_of_a_dead_job_is_deleted_and_no_other(alone, tmp_path, case):
     (tmp_path / "program.py").write_text(PROGRAM)
     mpirun = [BIN["mpich"] / "mpirun", "-np", 2, BIN["mpich"] / "python", tmp_path / "program.py"]
-    result = run([*alone, BIN["mpich"] / "python", "-c", DRIVER, tmp_path, case, *mpirun], timeout_s=90)
-    assert case != "all are killed" or "2 files" in result.out, result.text
+    env = {"ALLRED_MODE": "unknown"} if case == "init raises" else {}
+    result = run([*alone, BIN["mpich"] / "python", "-c", DRIVER, tmp_path, case, *mpirun], env=env, timeout_s=90)
+    assert case != "all are killed" or "1 files" in result.out, result.text
+    assert case != "init raises" or "ConfigError" in result.err, result.text
     assert result.out.splitlines()[-1] == "mpich_shm_1234abcd_0", result.text
     assert not result.left, result.text
+
+
+def test_a_full_dev_shm_is_reported_before_mpi_starts(alone):
+    command = 'mount -o remount,size=1m /dev/shm; exec "$@"'
+    program = "import allred; allred.init()"
+    mpirun = [BIN["mpich"] / "mpirun", "-np", 2, BIN["mpich"] / "python", "-c", program]
+    result = run([*alone, "sh", "-c", command, "sh", *mpirun])
+    assert result.code != 0, result.text
+    assert result.err.count("has 1 MiB left. MPICH may need 28 MiB for 2 ranks; ") == 1, result.text
 
 
 def test_the_doctor_counts_files_of_killed_jobs_and_its_command_deletes_them(alone):
@@ -87,7 +98,7 @@ if sys.argv[1] == "killed":
 
 @pytest.mark.parametrize(("end", "code"), [("killed", -9), ("normal", 0)])
 def test_one_rank_leaves_no_file(alone, tmp_path, end, code):
-    """Without a watcher: the file is deleted after the start of MPI."""
+    """Without a watcher."""
     result = run([*alone, BIN["mpich"] / "python", "-c", ONE_RANK, end], env={"ALLRED_TIMEOUT_S": "60"})
     assert result.out == "[] 2.0\n", result.text
     assert result.code == code, result.text

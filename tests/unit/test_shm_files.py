@@ -35,15 +35,20 @@ def file_of(path):
     return shm_files.File(str(path), status.st_dev, status.st_ino)
 
 
-def test_mapped_files_are_found_by_name_device_and_inode(path, tmp_path):
-    other = tmp_path / "mpich_shm_1_0"
-    other.write_bytes(bytes(4096))
-    before = shm_files.mapped(os.getpid())  # of another test that has started MPI
-    with path.open("r+b") as file, other.open("r+b") as another:
-        maps = [mmap.mmap(opened.fileno(), 4096) for opened in (file, another)]
-    assert shm_files.mapped(os.getpid()) - before == {file_of(path)}
-    path.unlink()
-    assert shm_files.mapped(os.getpid()) == before
+def test_files_that_this_process_has_mapped_are_deleted(path, tmp_path):
+    other, not_mapped = tmp_path / "mpich_shm_1_0", path.with_name(f"{path.name}1")
+    for file in (other, not_mapped):
+        file.write_bytes(bytes(4096))
+    maps = []
+    for file in (path, other):
+        with file.open("r+b") as opened:
+            maps.append(mmap.mmap(opened.fileno(), 4096))
+    shm_files.delete_own()
+    assert [file.exists() for file in (path, other, not_mapped)] == [False, True, True]
+    path.touch()
+    shm_files.delete_own()
+    assert path.exists()  # another file of the same name
+    not_mapped.unlink()
     for each in maps:
         each.close()
 
