@@ -19,6 +19,7 @@ The watcher of the chief's node has the `JobState`; the other watchers send thei
     left                         it has ended without an error
     died how, code, ago_s        its process has ended, by a signal or without a message
     unwatched                    its watcher is lost, so there will be no more events of it
+    orphaned how                 the launcher of its host has ended, but this rank has not
     unreachable ranks, how       its host, with these ranks, has been unreachable until the time limit
     counters number, ranks       the counters of the ranks of a node; the answer to the message `collect`
     states query, states         the states of the ranks of a node; the answer to the message `query`
@@ -94,6 +95,7 @@ class JobState:
             "holds": self._holds, "failed": self._failed,
             "unwound": lambda rank, _: self._end(rank, "unwound"), "left": lambda rank, _: self._end(rank, "left"),
             "died": self._died, "unwatched": self._unwatched, "unreachable": self._unreachable,
+            "orphaned": self._orphaned,
             "session": lambda rank, _: None,  # for `allred run` only
         }  # fmt: skip
 
@@ -306,6 +308,13 @@ class JobState:
             self._notices.append((self._ranks.now, f"{event['how']}; the other ranks continue"))
         elif self.verdict is None and any(not record.end for record in self._ranks.values()):
             self._set_verdict(rank, event["how"], 1)
+
+    def _orphaned(self, rank: int, event: Event) -> None:
+        """The launcher of a host has ended, but its ranks have not: nobody else would end them."""
+        self._release.lose_launcher()
+        if self.verdict is None:
+            self._set_verdict(rank, self._ranks.line(rank, event["how"]), 1)
+            self._release.start_clock()
 
     def _set_verdict_of_lost_rank(self, rank: int, text: str) -> None:
         lost = self._expendable.gone[rank]

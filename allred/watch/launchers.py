@@ -1,8 +1,8 @@
-"""Ends the launcher of this node's ranks: mpirun, and the process through which it starts ranks on this node.
+"""The launcher of this node's ranks: mpirun, and the process through which it starts ranks on this node.
 
-Used only when another host is unreachable, because mpirun may then wait for that host forever. A launcher is an
-ancestor of a rank at the time when the rank connects. A pidfd identifies it, so that no later process with the same
-number is ended.
+If it has ended, nobody ends the ranks. If another host is unreachable, the watcher ends the launcher, because mpirun
+may wait for that host forever. A launcher is an ancestor of a rank at the time when the rank connects. A pidfd
+identifies it, so that no later process with the same number is meant.
 """
 
 import contextlib
@@ -20,12 +20,16 @@ class Launchers:
     def __init__(self) -> None:
         self._pidfds: dict[int, int] = {}  # by process id
 
-    def record(self, pid: int) -> None:
-        """Record the launchers that are ancestors of a rank. pid: that of the rank."""
+    def record(self, pid: int) -> dict[str, int]:
+        """Record the launchers that are ancestors of a rank. pid: that of the rank. Return the pidfds of new ones by
+        name: they become readable when the launcher ends."""
+        new = {}
         for launcher in process_state.launcher_ancestors(pid):
             if launcher not in self._pidfds:
                 with contextlib.suppress(OSError):  # it has just ended
                     self._pidfds[launcher] = os.pidfd_open(launcher)
+                    new[f"{process_state.name(launcher)} (process {launcher})"] = self._pidfds[launcher]
+        return new
 
     def end(self) -> None:
         """Wait until the launchers have ended; after WAIT_S end them by SIGTERM, then by SIGKILL."""

@@ -9,6 +9,7 @@ own ranks, and then its launcher.
 """
 
 import contextlib
+import functools
 import hmac
 import json
 import os
@@ -31,6 +32,7 @@ from allred.watch.runner_link import RunnerLink
 
 PURPOSE = "watcher"  # of the channels between watchers
 TICK_S = 0.05
+LAUNCHER_S = 2.0  # how long a launcher that ends may take to end its ranks
 FIRST_RANK_S = 60.0  # time limit for the connection of the first rank
 AFTER_DEATH_S = 0.5  # after a death: which death to report may be known a moment later
 
@@ -58,6 +60,7 @@ class Watcher:
         self._give_up_at = time.monotonic() + FIRST_RANK_S
         self._last_death = 0.0
         self._launchers = Launchers()
+        self._ended_launcher, self._launcher_ended_at = "", float("inf")
         self._has_lost_host = False
         self._stderr = -1  # a descriptor of the job's stderr
         self._runner: RunnerLink | None = None
@@ -100,6 +103,7 @@ class Watcher:
                     self._runner.report_verdict(self._job.verdict)
             if self._monitor is not None:
                 self._send(self._monitor.tick(now))
+            self._check_launcher(now)
             self._beat(now)
             self._lose_hosts(now)
             if now > self._last_death + AFTER_DEATH_S:
@@ -139,7 +143,8 @@ class Watcher:
             connection.close()
             return
         self._ranks[rank.number] = rank
-        self._launchers.record(rank.pid)
+        for name, pidfd in self._launchers.record(rank.pid).items() if self._settings["launcher"] else ():
+            self._selector.register(pidfd, selectors.EVENT_READ, functools.partial(self._launcher_ended, name, pidfd))
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._receive_event(rank))
         self._selector.register(rank.pidfd, selectors.EVENT_READ, lambda: self._handle_death(rank))
         rank.send({"kind": "welcome"})
@@ -167,6 +172,19 @@ class Watcher:
         self._open_stderr()  # before ago_s is computed, because it takes a while
         ago_s = time.monotonic() - (rank.hung_up_at or time.monotonic())
         self._report({"event": "died", "rank": rank.number, "how": rank.dead, "code": code, "ago_s": ago_s})
+
+    def _launcher_ended(self, name: str, pidfd: int) -> None:
+        self._selector.unregister(pidfd)
+        self._ended_launcher, self._launcher_ended_at = name, min(self._launcher_ended_at, time.monotonic())
+
+    def _check_launcher(self, now: float) -> None:
+        """Report that the launcher has ended, and this node's ranks have not."""
+        if now < self._launcher_ended_at + LAUNCHER_S:
+            return
+        self._launcher_ended_at = float("inf")
+        if left := [rank.number for rank in self._ranks.values() if not rank.dead and not rank.left]:
+            how = f"has lost its launcher: {self._ended_launcher} has ended"
+            self._report({"event": "orphaned", "rank": min(left), "how": how})
 
     # Watchers of other nodes.
 

@@ -68,7 +68,7 @@ def launcher(pid: int) -> list[int]:
 
 def is_launcher(pid: int) -> bool:
     """Return whether a process is a launcher, by its name."""
-    return _name(pid) in _LAUNCHERS
+    return name(pid) in _LAUNCHERS
 
 
 def launcher_ancestors(pid: int) -> list[int]:
@@ -76,15 +76,16 @@ def launcher_ancestors(pid: int) -> list[int]:
     found = []
     for _ in range(_MOST_ANCESTORS):
         pid = int(_status(pid)[1])
-        name = _name(pid)
-        if name in _DAEMONS or name in _LAUNCHERS:
+        program = name(pid)
+        if program in _DAEMONS or program in _LAUNCHERS:
             found.append(pid)
-        if pid <= 1 or name in _LAUNCHERS:
+        if pid <= 1 or program in _LAUNCHERS:
             break
     return found
 
 
-def _name(pid: int) -> str:
+def name(pid: int) -> str:
+    """Return the name of a process; "" if it has ended."""
     try:
         with open(f"/proc/{pid}/comm") as file:
             return file.read().strip()

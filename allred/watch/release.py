@@ -22,7 +22,7 @@ class Release:
         self._clock: float | None = None  # when the first rank began to linger
         self._released: int | None = None
         self._released_at = 0.0
-        self._abort_s = ABORT_S
+        self._abort_s, self._has_lost_launcher = ABORT_S, False
         self._hold_at, self._print_hold_at, self._hold_printed = 0.0, float("inf"), False
 
     @property
@@ -32,6 +32,10 @@ class Release:
     def lose_host(self) -> None:
         """A host is unreachable: kill the ranks soon after the release."""
         self._abort_s = LOST_HOST_S
+
+    def lose_launcher(self) -> None:
+        """A launcher has ended: kill ranks that do not unwind."""
+        self._has_lost_launcher = True
 
     def start_clock(self) -> None:
         """Let the other ranks unwind for GRACE_S from now."""
@@ -55,7 +59,7 @@ class Release:
         late = self._clock is not None and self._ranks.now >= self._clock + GRACE_S
         lingering = self._ranks.ended("unwound")
         if not lingering:
-            if self._gone and late:
+            if (self._gone or self._has_lost_launcher) and late:
                 self._ranks.out.append((None, {"kind": "kill"}))  # they may be in MPI_Finalize, which does not return
                 self._clock = float("inf")
             return []

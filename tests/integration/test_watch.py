@@ -301,6 +301,38 @@ def test_every_rank_killed_leaves_no_watcher(mpi, mark):
     assert gone(mark)
 
 
+ORPHANS = """
+import ctypes, os, pathlib, signal, sys, time
+import numpy as np
+import allred
+from allred.watch import process_state
+allred.init(banner=False)
+if allred.rank() == 0:
+    os.kill(process_state.launcher_ancestors(os.getpid())[-1], signal.SIGKILL)
+if allred.rank() >= int(sys.argv[2]):
+    ctypes.PyDLL(None).sleep(600)  # with the GIL, so it cannot be interrupted
+try:
+    while True:
+        allred.allreduce(np.ones(1000))
+        time.sleep(0.02)
+except allred.RemoteRankError as error:
+    pathlib.Path(sys.argv[1], str(allred.rank())).write_text(str(error))
+    raise
+"""
+
+
+@pytest.mark.parametrize("answering", [0, 2])
+def test_no_rank_outlives_a_killed_mpirun(mark, tmp_path, answering):
+    """Open MPI; the daemons of MPICH kill the ranks. Two ranks or none can be interrupted."""
+    result = mpirun(3, "-c", ORPHANS, tmp_path, answering, mpi="openmpi", env=mark)
+    assert result.code == -signal.SIGKILL
+    assert gone(mark, LATE_S)
+    texts = [path.read_text() for path in sorted(tmp_path.iterdir())]
+    assert len(texts) == answering, result.text
+    for text in texts:
+        assert re.match(r"rank 0 on \S+ has lost its launcher: prterun \(process \d+\) has ended", text), text
+
+
 # ---- a rank that leaves early
 
 
