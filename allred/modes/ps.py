@@ -64,6 +64,7 @@ class PsMode(Mode):
         self._final_save: Callable[[], str] | None = None  # of a session, instead of a checkpoint in checkpoint_dir
         self._steps_before: int | None = None  # step of the restored checkpoint; None: ask the servers
         self._steps, self._start = 0, 0.0
+        self._pulled_at = 0.0
         self._ended_at = 0.0  # when the step before ended
         self._staging = HostStaging()
 
@@ -80,6 +81,7 @@ class PsMode(Mode):
         if self._context.worker != 0:  # worker 0 sent the parameters
             self._pull(leaves)
         functions.barrier()  # no worker makes a step before all have pulled
+        self._pulled_at = time.perf_counter()
 
     @property
     def _servers(self) -> "Client":
@@ -200,7 +202,10 @@ class PsMode(Mode):
         if dropped:
             self.dropped += 1
         elif self._steps == 1:
-            warn_of_stale_start(self._options.name, self._context.worker, self._context.workers, outcome.staleness)
+            late_s = start - self._pulled_at
+            warn_of_stale_start(
+                self._options.name, self._context.worker, self._context.workers, outcome.staleness, late_s
+            )
         self._end_step(start, samples, client.gradient_bytes)
         if outcome.flags & protocol.DRAINING:
             self._end()
@@ -269,6 +274,7 @@ class PsMode(Mode):
         self._servers.pull(targets)
         ps_payload.put_back(host_leaves, targets)
         self._staging.upload(leaves, host_leaves)
+        self._pulled_at = time.perf_counter()
 
     def finish(self) -> None:
         if self._client is not None and not self._finished:

@@ -56,6 +56,8 @@ for _ in range((50 if PULLS else 60) * (me == 0)):
 allred.barrier()
 if PULLS:
     opt.pull(params)
+else:
+    time.sleep(1.1)
 for _ in range(2 * (me == 1)):
     opt.step(params, ones)
 """

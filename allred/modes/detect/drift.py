@@ -20,7 +20,8 @@ from allred.wording import named
 
 _hash_name = functools.lru_cache(maxsize=2**16)(hash_text)
 _NAMED = 3  # differences named in an error; the others are counted
-_STALE_STEPS = 10  # per worker; a smaller staleness of the first gradient is normal
+# The first gradient of a worker is too stale if it lacks more updates per worker, and the worker has not just pulled.
+_STALE_STEPS, _LATE_S = 10, 1.0
 _NUMBERS = (int, float, np.number)
 _COMPARABLE = (*_NUMBERS, np.ndarray)
 
@@ -144,13 +145,13 @@ def _remedy(
     )
 
 
-def warn_of_stale_start(name: str, worker: int, workers: int, staleness: int) -> None:
+def warn_of_stale_start(name: str, worker: int, workers: int, staleness: int, late_s: float) -> None:
     """Mode ps: warn if the first gradient of a worker is too stale, such as after a slow operation after its last pull.
 
     The other workers train meanwhile. The gradient is applied like any other, and may undo progress. staleness: the
-    number of updates that its parameters lack.
+    number of updates that its parameters lack. late_s: time from its last pull to its first step.
     """
-    if staleness > _STALE_STEPS * workers:
+    if staleness > _STALE_STEPS * workers and late_s >= _LATE_S:
         log.rank_warning(
             f"{name}.step(): the first gradient of worker {worker} was computed from parameters that lack {staleness} "
             f"updates; call {name}.broadcast(params) or {name}.pull(params) directly before the training loop"
