@@ -53,7 +53,7 @@ def pytest_sessionstart(session):
 
 
 def pytest_sessionfinish(session):
-    """Delete the files of jobs without a watcher and of ranks that die in MPI_Init; the watcher deletes the others."""
+    """Delete the files of jobs that do not use allred, and of ranks that die in MPI_Init."""
     if hasattr(session.config, "workerinput"):
         return  # of pytest-xdist: another worker's tests may still run
     for file in set(shm_files.unused()) - session.config.stash[SHM_FILES]:

@@ -21,7 +21,7 @@ _SEVERAL_HOSTS = {
     "OMPI_MCA_btl_tcp_flags": "1",  # send only
 }
 
-# Of MPICH 5 in /dev/shm (measured): 5.3 MiB per rank. If much less is free, it takes 1 MiB; between both it may crash.
+# MPICH 5 takes 5.3 MiB of /dev/shm per rank (measured), or 1 MiB if much less is free; between both it may crash.
 _SHM_RANK_BYTES, _SHM_BYTES = 6 << 20, 16 << 20
 _WARN_FIRST_S = 1.0  # by which the others start MPI later: if one ends by the signal, mpirun kills all
 

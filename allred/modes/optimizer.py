@@ -21,6 +21,7 @@ from allred.modes.match import Accumulator, Matcher, SampleCount, fill_parameter
 from allred.modes.options import Mode, SessionSupport, StepInput, StepOptions
 from allred.modes.ps import PsMode
 from allred.modes.sync import SyncMode, has_state
+from allred.optim.base import Optimizer
 from allred.ps import context
 from allred.ps.protocol import Statistics
 from allred.timeline.recorder import span
@@ -378,8 +379,13 @@ class DistributedOptimizer:
         if found is None:
             return None, None
         path, content = found
-        fill_parameters(nest.leaves(params), content.params, path)
         extra, state = checkpoint.pop_extra(content.slots), content.meta["optimizer"]
         own = checkpoint.unpickle_state(content.slots) if state is None else {**state, "slots": content.slots}
+        if state is not None and isinstance(self.optimizer, Optimizer):
+            try:
+                self.optimizer.check_slots(content.params, content.slots)
+            except InputError as error:
+                raise CheckpointError(f"{path} is of another optimizer: {error}") from None
+        fill_parameters(nest.leaves(params), content.params, path)
         self._get_mode().load_state_dict(own)
         return content.step, extra

@@ -13,6 +13,7 @@ of cupy) or dtype; the first step after loading converts them to those of the pa
 
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -334,6 +335,13 @@ class Optimizer(ABC):
         global_step, slots = _check_state(f"{type(self).__name__}.load_state_dict", state)
         self.global_step, self._slots, self._made_for = global_step, _copy_slots(slots), {}
         self._known = None
+
+    def check_slots(self, params: Mapping[str, Array], slots: Mapping[str, Slots]) -> None:
+        """Raise InputError if the slots of a state are those of another optimizer. Compares those of the smallest
+        parameter. params: by name."""
+        if known := [name for name in params if name in slots]:
+            smallest = min(known, key=lambda name: params[name].size)
+            _convert_slots(type(self).__name__, smallest, slots[smallest], self.slots(params[smallest]))
 
     def __repr__(self) -> str:
         hyper = self.hyperparameters()

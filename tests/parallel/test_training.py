@@ -358,3 +358,17 @@ def test_a_checkpoint_of_another_model_is_an_error_on_all_ranks(rank, size, tmp_
     with pytest.raises(allred.CheckpointError, match=r"is of another model: 'v' \(3,\) is not in it"):
         opt.restore(tmp_path, {"v": np.ones(3, np.float32)})
     assert opt.restore(tmp_path, params) == 0
+
+
+def test_a_checkpoint_of_another_optimizer_is_an_error_on_all_ranks(tmp_path):
+    params, other = {"w": np.ones(3, np.float32)}, {"w": np.zeros(3, np.float32)}
+    opt = allred.distributed(optim.Adam(lr=0.1))
+    opt.step(params, {"w": np.ones(3, np.float32)})
+    opt.save(tmp_path, params)
+    wrong = allred.distributed(optim.SGD(lr=0.1, momentum=0.9))
+    words = r"step-\d+ is of another optimizer: SGD: parameter 'w' needs the slots .*momentum_buffer.* holds .*exp_avg"
+    with pytest.raises(allred.CheckpointError, match=words):
+        wrong.restore(tmp_path, other)
+    assert (other["w"] == 0).all()
+    assert opt.restore(tmp_path, other) == 1
+    assert (other["w"] == params["w"]).all()
