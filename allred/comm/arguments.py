@@ -2,7 +2,8 @@
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -60,10 +61,10 @@ def check_name(name: Any) -> None:
 
 
 def as_list(group: Any) -> Sequence[Any]:
-    try:
-        return list(group)
-    except TypeError:
-        raise InputError(f"expected a list of arrays, got {type(group).__name__}") from None
+    if not isinstance(group, (str, bytes, Mapping)):
+        with contextlib.suppress(TypeError):
+            return list(group)
+    raise InputError(f"expected a list of arrays, got {type(group).__name__}")
 
 
 def each_of(group: Sequence[Any], function: Callable[[Any], T]) -> list[T]:

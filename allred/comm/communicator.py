@@ -223,9 +223,9 @@ class Communicator(Group):
         def steps() -> Steps[Array]:
             target = target_of(value, in_place, refuse_shared=False)
             source = root_index(root, self.ranks)
+            descriptor = array_descriptor("broadcast", target, name, root=self.ranks[source])
             flat = arrays.flat(target)
             data = arrays.as_bytes(flat)
-            descriptor = array_descriptor("broadcast", target, name, root=self.ranks[source])
             yield from self.agree_and_move(
                 descriptor,
                 lambda backend, record: backend.begin_broadcast(record, data, source),

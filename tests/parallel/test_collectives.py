@@ -361,6 +361,8 @@ BAD = [
     (lambda c: c.reducescatter(np.float64(3)), "reducescatter: a 0-d array has no first dimension"),
     (lambda c: c.grouped_allreduce([np.ones(3), "x"]), "grouped_allreduce: array 1 of the group: dtype str"),
     (lambda c: c.grouped_allreduce(3), "grouped_allreduce: expected a list of arrays, got int"),
+    (lambda c: c.grouped_allreduce({"w": np.ones(2)}), "grouped_allreduce: expected a list of arrays, got dict"),
+    (lambda c: c.broadcast(np.array([{}], object)), "broadcast: dtype object is not supported; use one of"),
     (lambda c: c.allgather_object(lambda: 0), "allgather_object: a function cannot be pickled"),
     (lambda c: c.broadcast_object(lambda: 0, c.size - 1), "broadcast_object: a function cannot be pickled"),
     (lambda c: c.broadcast_object(0, -1), "broadcast_object: root=-1 is not a rank"),
