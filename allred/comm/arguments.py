@@ -1,8 +1,8 @@
 """Checks the arguments of an operation: returns the arrays it works on and its OpDescriptor, or raises InputError."""
 
+import contextlib
 import functools
 import operator
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 

@@ -79,8 +79,8 @@ class DeviceOperations:
         assert work is not None
         assert work.turn is not None
         assert group.devices is not None
-        if not work.turn.has_come():
-            yield Polled(work.turn.has_come, waits_for_peers=True)
+        if not work.turn.is_first():
+            yield Polled(work.turn.is_first, waits_for_peers=True)
         yield from group.devices.ready()
         return group.devices
 

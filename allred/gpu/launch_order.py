@@ -59,7 +59,7 @@ class LaunchTurn:
     def __init__(self, order: LaunchOrder, is_void: Callable[[], object]) -> None:
         self._order, self.is_void, self.is_over = order, is_void, False
 
-    def has_come(self) -> bool:
+    def is_first(self) -> bool:
         """Whether the operation may be launched now."""
         return self._order.first() is self
 

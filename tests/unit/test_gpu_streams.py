@@ -172,13 +172,13 @@ def test_torch_returns_memory_that_it_does_not_use(device, cupy, monkeypatch):
 def test_turns_come_in_the_order_in_which_they_were_taken():
     order, void = LaunchOrder(), []
     first, second, third, last = (order.take(lambda: void) if i == 1 else order.take(bool) for i in range(4))
-    assert [turn.has_come() for turn in (first, second, third, last)] == [True, False, False, False]
+    assert [turn.is_first() for turn in (first, second, third, last)] == [True, False, False, False]
     third.end()
-    assert first.has_come()
+    assert first.is_first()
     first.end()
-    assert [turn.has_come() for turn in (second, last)] == [True, False]
+    assert [turn.is_first() for turn in (second, last)] == [True, False]
     void.append("its communicator cannot be used any more")
-    assert last.has_come()
+    assert last.is_first()
     last.end()
     assert order.first() is None
 

@@ -307,11 +307,11 @@ class NcclBackend(DeviceBackend):
 
 @dataclasses.dataclass(frozen=True)
 class NcclDtype:
-    """The array that NCCL reduces. name: its dtype; keyed: floats as ordered integers."""
+    """The array that NCCL reduces. name: its dtype; as_ordered_integers: floats as ordered integers."""
 
     name: str
     op: ReduceOp
-    keyed: bool = False
+    as_ordered_integers: bool = False
 
 
 @functools.cache
@@ -326,7 +326,7 @@ def wire_format(name: str, op: ReduceOp) -> NcclDtype:
     if name == "bool":
         return NcclDtype("uint8", ReduceOp.MAX if op is ReduceOp.MAX else ReduceOp.MIN)
     if name in _KEYS and op in (ReduceOp.MIN, ReduceOp.MAX):
-        return NcclDtype(_KEYS[name], op, keyed=True)
+        return NcclDtype(_KEYS[name], op, as_ordered_integers=True)
     if op is ReduceOp.AVERAGE and name not in HALF_DTYPES:  # whose sum may overflow; NCCL divides before it adds
         op = ReduceOp.SUM
     return NcclDtype(_WIDE.get(name, name), op)
@@ -334,7 +334,7 @@ def wire_format(name: str, op: ReduceOp) -> NcclDtype:
 
 def encode(xp: Any, flat: Any, name: str, how: NcclDtype) -> Any:
     """Return the array that NCCL reduces: `flat` itself if no conversion is necessary."""
-    if how.keyed:
+    if how.as_ordered_integers:
         return _to_keys(xp, half_to_float32(flat, name) if name in HALF_DTYPES else flat, how)
     if name == "bool":
         return flat.view(np.uint8)
@@ -343,7 +343,7 @@ def encode(xp: Any, flat: Any, name: str, how: NcclDtype) -> Any:
 
 def decode(xp: Any, moved: Any, flat: Any, name: str, how: NcclDtype) -> None:
     """Convert the result of NCCL into `flat`, which may be `moved`."""
-    if how.keyed:
+    if how.as_ordered_integers:
         limits = np.iinfo(how.name)  # the inverse of `_to_keys`; the extreme integers are the bits of a NaN
         value = xp.where(moved < 0, moved ^ limits.max, moved).view(_FLOATS[how.name])
         flat[...] = round_to_half(xp, value, name) if name in HALF_DTYPES else value
