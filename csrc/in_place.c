@@ -167,7 +167,7 @@ int allred_begin_in_place(allred_operation *op) {
   for (size_t i = 0; i < op->tensor_count; i++) {
     allred_tensor *tensor = &op->tensors[i];
     const int has_location = !tensor->wire && tensor->bytes >= op->segment->arenas.min_tensor_bytes &&
-                         (locations + 1) * sizeof(location) <= op->segment->chunk_bytes;
+                             (locations + 1) * sizeof(location) <= op->segment->chunk_bytes;
     tensor->location = has_location ? locations++ : NO_LOCATION;
   }
   op->transfer = &locations_and_slices;
