@@ -228,6 +228,9 @@ class OptimizerAdapter(Optimizer):
     def slots(self, param: Array) -> Slots:
         return {}
 
+    def check_slots(self, params: Mapping[str, Array], slots: Mapping[str, Slots]) -> None:
+        """torch makes the state of a parameter in its first step: there is nothing to compare."""
+
     def update(self, param: Array, grad: Array, slots: Slots, lr: float, step: int) -> None:
         raise NotImplementedError("torch updates all parameters at once")
 
