@@ -26,7 +26,7 @@ from allred.ps import context
 from allred.ps.protocol import Statistics
 from allred.timeline.recorder import span
 
-_SCALER, _EXTRA = "the optimizer's scaler", "extra"  # keys in a checkpoint
+_SCALER, _EXTRA = "the optimizer's scaler", "what else there is"  # keys in checkpoints, which exist: keep them
 
 
 def is_torch_optimizer(value: Any) -> bool:

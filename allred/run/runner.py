@@ -93,7 +93,7 @@ class Runner:
         self._target = options.target
         self._hosts = options.find_hosts()
         self._hosts_error = ""  # the last error of reading them
-        self._hosts_changed = False  # and the job was not yet asked to stop for that
+        self._hosts_changed = False  # since the job was started or asked to stop
         self._lost: set[str] = set()  # hosts that were unreachable for the watchers
         self._job: Job | None = None
         self._assigned: dict[str, int] = {}  # the number of ranks on each host, of the current start

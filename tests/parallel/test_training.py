@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import allred
-from allred import optim
+from allred import checkpoint, optim
 from allred.errors import InputError, MismatchError
 
 pytestmark = pytest.mark.mpi
@@ -358,6 +358,17 @@ def test_a_checkpoint_of_another_model_is_an_error_on_all_ranks(rank, size, tmp_
     with pytest.raises(allred.CheckpointError, match=r"is of another model: 'v' \(3,\) is not in it"):
         opt.restore(tmp_path, {"v": np.ones(3, np.float32)})
     assert opt.restore(tmp_path, params) == 0
+
+
+def test_the_keys_beside_a_scaler_are_those_of_earlier_checkpoints(rank, tmp_path):
+    """A rename would make these unreadable."""
+    opt, params = allred.distributed(optim.SGD(lr=0.1), scaler=allred.GradScaler()), {"w": np.ones(3)}
+    opt.step(params, {"w": np.ones(3)})
+    if rank == 0:
+        opt.saving(params, "mine")(str(tmp_path))
+        (_, content), _ = checkpoint.read_newest(tmp_path)
+        extra = checkpoint.pop_extra(content.slots)
+        assert extra.keys() == {"the optimizer's scaler", "what else there is"}
 
 
 def test_a_checkpoint_of_another_optimizer_is_an_error_on_all_ranks(tmp_path):

@@ -20,7 +20,7 @@ from allred.wording import named
 
 _hash_name = functools.lru_cache(maxsize=2**16)(hash_text)
 _NAMED = 3  # differences named in an error; the others are counted
-# The first gradient of a worker is too stale if it lacks more updates per worker, and the worker has not just pulled.
+# A stale first gradient is normal up to this number of updates per worker, and up to this time after a pull.
 _STALE_STEPS, _LATE_S = 10, 1.0
 _NUMBERS = (int, float, np.number)
 _COMPARABLE = (*_NUMBERS, np.ndarray)
