@@ -4,9 +4,8 @@ bfloat16 is the dtype of ml_dtypes. It is recognized by its name, so ml_dtypes i
 """
 
 import functools
-import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -99,27 +98,54 @@ def copy_back(target: Array, flat: Array) -> None:
         target[...] = flat.reshape(target.shape)
 
 
-def memory_of(group: Sequence[Array]) -> list[int]:
-    """Identity of the memory of each array: equal numbers for arrays that begin at the same address."""
-    if all(array.flags.owndata for array in group):  # reading the address takes 1 us
-        return [id(array) for array in group]
-    return [array.__array_interface__["data"][0] for array in group]
+def overlaps(group: Sequence[Array]) -> Iterator[tuple[int, int]]:
+    """Yield the indices (i, j), i < j, of each two arrays that have an element in the same memory; (i, i) for an array
+    that has several elements in the same memory.
+
+    >>> line = np.zeros(6)
+    >>> list(overlaps([line[:4], line[4:], line[::2], line[1::2]]))
+    [(0, 2), (0, 3), (1, 2), (1, 3)]
+    """
+    for index, array in enumerate(group):
+        if not array.flags.forc and overlaps_itself(array):
+            yield index, index
+    for first, second in overlapping_ranges([_bounds(array) for array in group]):
+        if np.shares_memory(group[first], group[second]):
+            yield first, second
 
 
-def overlap(group: Sequence[Array]) -> bool:
-    """Whether two contiguous arrays in the group share memory, or any two arrays begin at the same address."""
-    if len(set(memory_of(group))) < len(group):
-        return True
-    whole = [array for array in group if array.flags.c_contiguous]
-    if all(array.flags.owndata for array in whole):
-        return False
-    return len(whole) > 1 and ranges_overlap(memory_of(whole), [array.nbytes for array in whole])
+def overlapping_ranges(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield the indices (i, j), i < j, of each two ranges [start, stop) that overlap. Empty ranges overlap none.
+
+    >>> list(overlapping_ranges([(0, 8), (8, 16), (6, 9), (3, 3)]))
+    [(0, 2), (1, 2)]
+    """
+    open_ranges: list[int] = []  # whose stop is behind the start of the current one
+    for index in sorted((i for i, (start, stop) in enumerate(ranges) if start < stop), key=ranges.__getitem__):
+        open_ranges = [other for other in open_ranges if ranges[other][1] > ranges[index][0]]
+        yield from ((min(other, index), max(other, index)) for other in open_ranges)
+        open_ranges.append(index)
 
 
-def ranges_overlap(starts: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Whether two memory ranges overlap. starts, sizes: addresses and bytes of the ranges."""
-    ranges = sorted((start, start + size) for start, size in zip(starts, sizes, strict=True))
-    return any(end > start for (_, end), (start, _) in itertools.pairwise(ranges))
+def _bounds(array: Array) -> tuple[int, int]:
+    """Return the addresses of the first byte of an array and of the byte behind its last one."""
+    start = array.__array_interface__["data"][0]
+    if not array.size:
+        return start, start
+    steps = [stride * (count - 1) for stride, count in zip(array.strides, array.shape, strict=True)]
+    below, above = sum(step for step in steps if step < 0), sum(step for step in steps if step > 0)
+    return start + below, start + above + array.itemsize
+
+
+def overlaps_itself(array: Array) -> bool:
+    """Whether elements may share memory: a step along an axis is shorter than what the faster axes cover."""
+    covered = array.itemsize
+    axes = zip(map(abs, array.strides), array.shape, strict=True)
+    for step, count in sorted((step, count) for step, count in axes if count > 1):
+        if step < covered:
+            return array.size > 0
+        covered += step * (count - 1)
+    return False
 
 
 def as_bytes(array: Array) -> NDArray[np.uint8]:

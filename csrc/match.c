@@ -3,6 +3,8 @@
  *
  * Each step checks thousands of arrays. A parameter and its gradient take 23 ns by numpy_array.h, 415 ns in Python.
  */
+#include <stdlib.h>
+
 #include "binding.h"
 #include "numpy_array.h"
 
@@ -81,18 +83,75 @@ static int add_address(uintptr_t *table, int bits, uintptr_t address) {
   return 1;
 }
 
-PyObject *allred_python_distinct(PyObject *module, PyObject *const *args, Py_ssize_t count) {
-  if (count != 2 || !PyList_Check(args[1])) return PyErr_Format(PyExc_TypeError, "distinct(array_type, arrays: list)");
-  const Py_ssize_t arrays = PyList_Size(args[1]);
-  int bits = 1, distinct = 1;
+/* Whether arrays that own their memory are different arrays; -1 if there is no memory. */
+static int different(PyObject *list, Py_ssize_t arrays) {
+  int bits = 1, found = 1;
   while ((Py_ssize_t)1 << bits < 2 * arrays) bits++;
   uintptr_t *table = PyMem_Calloc((size_t)1 << bits, sizeof *table);
-  if (!table) return PyErr_NoMemory();
-  for (Py_ssize_t i = 0; i < arrays && distinct; i++) {
-    PyObject *object = PyList_GetItem(args[1], i);
-    distinct = (PyObject *)Py_TYPE(object) == args[0] && (allred_as_array(object)->flags & ALLRED_ARRAY_WRITEABLE) &&
-               add_address(table, bits, (uintptr_t)allred_as_array(object)->data);
-  }
+  if (!table) return -1;
+  for (Py_ssize_t i = 0; i < arrays && found; i++)
+    found = add_address(table, bits, (uintptr_t)allred_as_array(PyList_GetItem(list, i))->data);
   PyMem_Free(table);
-  return PyBool_FromLong(distinct);
+  return found;
+}
+
+typedef struct {
+  uintptr_t start, stop;
+} memory_range;
+
+static int by_start(const void *a, const void *b) {
+  const uintptr_t first = ((const memory_range *)a)->start, second = ((const memory_range *)b)->start;
+  return first < second ? -1 : first > second;
+}
+
+static int ranges_are_disjoint(memory_range *ranges, Py_ssize_t count) {
+  Py_ssize_t ascending = 1;
+  while (ascending < count && ranges[ascending].start >= ranges[ascending - 1].stop) ascending++;
+  if (ascending >= count) return 1;
+  qsort(ranges, (size_t)count, sizeof *ranges, by_start);
+  for (Py_ssize_t i = 1; i < count; i++)
+    if (ranges[i].start < ranges[i - 1].stop) return 0;
+  return 1;
+}
+
+/* Whether the memory of contiguous arrays is disjoint; -1 with an error if that cannot be found out. */
+static int memory_is_disjoint(PyObject *list, Py_ssize_t arrays) {
+  memory_range *ranges = PyMem_Malloc((size_t)arrays * sizeof *ranges);
+  PyObject *dtype = NULL;
+  Py_ssize_t kept = 0, itemsize = 0;
+  int failed = !ranges;
+  for (Py_ssize_t i = 0; i < arrays && !failed; i++) {
+    const allred_array *array = allred_as_array(PyList_GetItem(list, i));
+    if (array->descr != dtype) {
+      PyObject *size = PyObject_GetAttrString(array->descr, "itemsize");
+      itemsize = size ? PyLong_AsSsize_t(size) : -1;
+      Py_XDECREF(size);
+      failed = itemsize < 0;
+      dtype = array->descr;
+    }
+    Py_ssize_t bytes = itemsize;
+    for (int axis = 0; axis < array->nd; axis++) bytes *= array->dimensions[axis];
+    if (bytes && !failed)
+      ranges[kept++] = (memory_range){(uintptr_t)array->data, (uintptr_t)array->data + (size_t)bytes};
+  }
+  const int disjoint = failed ? -1 : ranges_are_disjoint(ranges, kept);
+  PyMem_Free(ranges);
+  return disjoint;
+}
+
+PyObject *allred_python_disjoint(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+  if (count != 2 || !PyList_Check(args[1])) return PyErr_Format(PyExc_TypeError, "disjoint(array_type, arrays: list)");
+  const Py_ssize_t arrays = PyList_Size(args[1]);
+  int owned = ALLRED_ARRAY_OWNDATA;
+  for (Py_ssize_t i = 0; i < arrays; i++) {
+    PyObject *object = PyList_GetItem(args[1], i);
+    if ((PyObject *)Py_TYPE(object) != args[0]) Py_RETURN_FALSE;
+    const int flags = allred_as_array(object)->flags;
+    if (!(flags & ALLRED_ARRAY_WRITEABLE)) Py_RETURN_FALSE;
+    if (!(flags & (ALLRED_ARRAY_C_CONTIGUOUS | ALLRED_ARRAY_F_CONTIGUOUS))) Py_RETURN_FALSE;
+    owned &= flags;
+  }
+  const int disjoint = owned ? different(args[1], arrays) : memory_is_disjoint(args[1], arrays);
+  if (disjoint < 0) return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+  return PyBool_FromLong(disjoint);
 }

@@ -9,6 +9,8 @@
 #include <Python.h>
 
 #define ALLRED_ARRAY_C_CONTIGUOUS 0x0001
+#define ALLRED_ARRAY_F_CONTIGUOUS 0x0002
+#define ALLRED_ARRAY_OWNDATA 0x0004
 #define ALLRED_ARRAY_WRITEABLE 0x0400
 
 typedef struct {

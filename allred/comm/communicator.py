@@ -21,6 +21,8 @@ from allred.comm.arguments import (
     as_list,
     each_of,
     empty_like,
+    overlaps,
+    refuse_overlap,
     result_of,
     root_index,
     source_and_target,
@@ -134,8 +136,8 @@ class Communicator(Group):
         """reduction: the other fields of `Reduction`."""
         pairs = each_of(as_list(group), lambda value: source_and_target(value, in_place))
         sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
-        if in_place and arrays.overlap([target for target in targets if target.size]):
-            raise InputError("the same memory is in the group twice, and would be reduced twice")
+        if in_place:
+            refuse_overlap(overlaps(targets))
         yield from self._reduce(Reduction("grouped_allreduce", sources, targets, *reduction))
         return targets
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from allred import arrays
+from allred.comm.arguments import refuse_overlap
 from allred.comm.backends.backend import DeviceBackend
 from allred.comm.group import Group
 from allred.comm.header import OpDescriptor, quoted
@@ -113,17 +114,17 @@ def check_writable(given: list[Adopted]) -> None:
             "the array is read-only (all arrays of some frameworks are); call the function without the trailing "
             "underscore, which returns a new array"
         )
-    some = [one.array for one in given if one.array.size]
-    for array in some:
-        if any(step == 0 and count > 1 for step, count in zip(array.strides, array.shape, strict=True)):
+    group = [one.array for one in given]
+    for array in group:
+        if array.size and any(step == 0 and n > 1 for step, n in zip(array.strides, array.shape, strict=True)):
             raise InputError(
                 "the array has several elements in the same memory (a broadcast or expanded view); copy it"
             )
-    whole = [array for array in some if memory_order(array) is not None]
-    if len({array.data.ptr for array in some}) < len(some) or (
-        len(whole) > 1 and arrays.ranges_overlap([array.data.ptr for array in whole], [array.nbytes for array in whole])
-    ):
-        raise InputError("the same memory is in the group twice, and would be reduced twice")
+    ranges = [  # of arrays with gaps, only the first byte
+        (array.data.ptr, array.data.ptr + (min(array.nbytes, 1) if memory_order(array) is None else array.nbytes))
+        for array in group
+    ]
+    refuse_overlap(arrays.overlapping_ranges(ranges))
 
 
 def on_gpu(descriptor: OpDescriptor) -> OpDescriptor:

@@ -149,10 +149,12 @@ class Clipper:
         return " ".join(filter(None, (clip, scale)))
 
     def check(self, tensors: Sequence[Tensor]) -> str:
-        """Return why gradients of these dtypes cannot be clipped or unscaled; "" if they can. Raises InputError if the
-        scaler belongs to another optimizer."""
-        if self.scaler is not None:
-            self.scaler.set_owner(self, self._name)
+        """Return why gradients of these dtypes cannot be clipped or unscaled; "" if they can."""
+        try:
+            if self.scaler is not None:
+                self.scaler.set_owner(self, self._name)
+        except InputError as error:
+            return str(error)
         odd = next((tensor for tensor in tensors if not arrays.is_float(tensor.dtype)), None) if self.active else None
         return f"the gradient of {odd} cannot be scaled: it would be rounded; cast it" if odd else ""
 

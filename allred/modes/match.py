@@ -163,26 +163,36 @@ class Accumulator:
         self._tensors: list[Tensor] = []
         self._sums: list[Any] = []
         self._samples: list[int | None] = []  # of each micro-step
+        self.problem = ""  # why the step that these micro-steps belong to cannot be made
 
-    def add(self, tensors: Sequence[Tensor], values: Sequence[Any], samples: int | None) -> bool:
-        """Add the gradients of one micro-step; return whether it is the last of a step. Raises InputError if they
-        differ from those of the micro-steps before in name, shape or dtype."""
-        if odd := next((tensor for tensor in tensors if not arrays.is_float(tensor.dtype)), None):
-            raise InputError(f"the gradient of {odd} cannot be accumulated: its mean would be rounded; cast it")
-        if not self._samples:
-            self._tensors, self._sums = list(tensors), [None] * len(values)
-        if list(tensors) != self._tensors:
-            raise InputError("the gradients of this micro-step have other names, shapes or dtypes than those before it")
-        if self._samples and (samples is None) != (self._samples[0] is None):
-            raise InputError("samples are known for some micro-steps of this step and not for others; give all or none")
+    def add(self, tensors: Sequence[Tensor], values: Sequence[Any], samples: int | None, problem: str = "") -> bool:
+        """Add the gradients of one micro-step; return whether it is the last of a step. problem: why they cannot be
+        used; the first one is kept for the end of the step, because ranks communicate only there."""
+        problem = problem or self._refusal(tensors, samples)
         self._samples.append(samples)
-        weight = 1 if samples is None else samples
+        if problem and not self.problem:
+            self.problem = f"micro-step {self.filled} of {self.micro_steps}: {problem}"
+        if not self.problem:
+            self._add(tensors, values, 1 if samples is None else samples)
+        return self.filled == self.micro_steps
+
+    def _refusal(self, tensors: Sequence[Tensor], samples: int | None) -> str:
+        if odd := next((tensor for tensor in tensors if not arrays.is_float(tensor.dtype)), None):
+            return f"the gradient of {odd} cannot be accumulated: its mean would be rounded; cast it"
+        if self._samples and list(tensors) != self._tensors:
+            return "the gradients of this micro-step have other names, shapes or dtypes than those before it"
+        if self._samples and (samples is None) != (self._samples[0] is None):
+            return "samples are known for some micro-steps of this step and not for others; give all or none"
+        return ""
+
+    def _add(self, tensors: Sequence[Tensor], values: Sequence[Any], weight: int) -> None:
+        if not self._tensors:
+            self._tensors, self._sums = list(tensors), [None] * len(values)
         for index, (tensor, value) in enumerate(zip(tensors, values, strict=True)):
             if value is not None and weight:
                 wide = arrays.accumulator(tensor.dtype)
                 added, before = compute(np.multiply, value, weight, wide=wide), self._sums[index]
                 self._sums[index] = added if before is None else compute(np.add, before, added, wide=wide)
-        return len(self._samples) == self.micro_steps
 
     def take(self) -> tuple[list[Any], int | None]:
         """Return the means as new arrays of the dtypes of the tensors, and the number of samples; then clear."""

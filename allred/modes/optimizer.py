@@ -148,15 +148,17 @@ class DistributedOptimizer:
         problem = refusal or problem
         try:
             samples = self._samples.of_step(samples)
-            if self._accumulator.micro_steps > 1 and not problem:
-                if not self._accumulator.add(tensors, values, samples):
-                    return
+        except InputError as error:
+            problem, samples = problem or str(error), None
+        if self._accumulator.micro_steps > 1:
+            if not self._accumulator.add(tensors, values, samples, problem):
+                return
+            problem = self._accumulator.problem
+            if not problem:
                 values, samples = self._accumulator.take()
                 grads, tensors, plain = nest.rebuild(grads, values), list(tensors), False
-            if self._clipper.active and not problem:
-                problem = self._clipper.check(tensors)
-        except InputError as error:
-            problem = str(error)
+        if self._clipper.active and not problem:
+            problem = self._clipper.check(tensors)
         if problem:  # the other ranks receive it in the header exchange
             tensors, leaves, values, samples, plain = [], [], [], None, False
             self._accumulator.clear()

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from allred import arrays, native
-from allred.comm import functions
+from allred import arrays
+from allred.comm import arguments, functions
 from allred.comm.communicator import Communicator
 from allred.comm.device_reduce import ReductionResult
 from allred.comm.header import OwnFields
@@ -226,21 +226,31 @@ class Overlap:
         if self.has_order:
             problem = problem or self._mismatch(given.tensors, given.values)
         elif not problem:
-            names = [tensor.name for tensor in given.tensors]
-            problem = next((_unknown(name, names) for name in self._given if name not in set(names)), "")
+            positions = {tensor.name: index for index, tensor in enumerate(given.tensors)}
+            problem = next((_unknown(name, list(positions)) for name in self._given if name not in positions), "")
+            problem = problem or self._another_array(positions, given.values)
         return given._replace(problem=problem)
+
+    def _another_array(self, positions: dict[str, int], values: Sequence[Any]) -> str:
+        """Name a gradient of reduce() that is not the one of step(); "" if there is none."""
+        others = (
+            name for name, grad in self._given.items() if name in positions and values[positions[name]] is not grad
+        )
+        name = next(others, None)
+        return "" if name is None else f"reduce({name!r}) got another array than step(); pass the same array to both"
 
     def _shared_memory(self, tensors: Sequence[Tensor], values: Sequence[Any]) -> str:
         """Name two gradients that share memory, one of them passed to reduce(); "" if there are none."""
-        host = [(t.name, v) for t, v in zip(tensors, values, strict=True) if isinstance(v, np.ndarray) and v.size]
+        host = [(t.name, v) for t, v in zip(tensors, values, strict=True) if isinstance(v, np.ndarray)]
         there = [(t.name, v) for t, v in zip(tensors, values, strict=True) if gpu.is_device(v) and t.elements]
-        starts = [*native.addresses([value for _, value in host]), *gpu.addresses([value for _, value in there])]
-        names: dict[int, str] = {}
-        for (name, _), start in zip(host + there, starts, strict=True):
-            first = names.setdefault(start, name)
-            if first != name and (first in self._given or name in self._given):
-                return f"'{first}' and '{name}' share memory, which reduce() changes for both; pass a copy of one"
-        return ""
+        starts = gpu.addresses([value for _, value in there])
+        pairs = [(host[i][0], host[j][0]) for i, j in arguments.overlaps([value for _, value in host])]
+        pairs += [(there[i][0], there[j][0]) for i, j in arrays.overlapping_ranges([(at, at + 1) for at in starts])]
+        given = [(first, second) for first, second in pairs if first in self._given or second in self._given]
+        return "".join(
+            f"'{first}' and '{second}' share memory, which reduce() changes for both; pass a copy of one"
+            for first, second in given[:1]
+        )
 
     def needs_all_gradients(self, samples: int | None) -> bool:
         """Complete the opening. Return whether a rank needs all gradients before any is changed. Collective."""
@@ -262,31 +272,31 @@ class Overlap:
             self._send()
         return self._close(missing, problem, self._complete_buckets())
 
-    def _complete_buckets(self) -> str:
-        """Wait for all buckets. Return the name of the first gradient whose checked result is not finite, or "".
+    def _complete_buckets(self) -> int | None:
+        """Wait for all buckets. Return the position of the first gradient whose checked result is not finite, or None.
 
         The host waits for the GPU only after the last bucket.
         """
         nonfinite, on_gpu = [], []
-        for (work, targets), (_, bucket) in zip(self._sent, self._buckets, strict=True):
+        for (work, targets), (indices, bucket) in zip(self._sent, self._buckets, strict=True):
             found = work.wait()
             if isinstance(found, ReductionResult):
                 if found.flags is not None and bucket.floats:
-                    on_gpu.append((work, found.flags, bucket))
+                    on_gpu.append((work, found.flags, indices))
             elif isinstance(found, int):
-                nonfinite += [bucket.tensors[found].name] if found >= 0 else []
+                nonfinite += [indices[found]] if found >= 0 else []
             else:
                 for target, result in zip(targets, found, strict=True):
                     if target is not result:
                         target[...] = result
         if on_gpu:
             on_gpu[-1][0].synchronize()  # all of these end on the unpacking stream
-        for _, flags, bucket in on_gpu:
-            if (position := flags.first_position()) >= 0:
-                nonfinite.append(bucket.tensors[position].name)
-        return nonfinite[0] if nonfinite else ""
+        for _, flags, indices in on_gpu:
+            if (found := flags.first_position()) >= 0:
+                nonfinite.append(indices[found])
+        return nonfinite[0] if nonfinite else None
 
-    def _close(self, missing: list[int], problem: str, nonfinite: str) -> list[Any] | None:
+    def _close(self, missing: list[int], problem: str, nonfinite: int | None) -> list[Any] | None:
         """Exchange mistakes, missing gradients and flags. missing: positions of the gradients that this rank lacks.
         nonfinite: see `_complete_buckets`."""
         title = f"{self._title}: the end of early gradients"
@@ -304,10 +314,8 @@ class Overlap:
         """Describe a difference between the gradients of step() and of reduce(); "" if there is none."""
         if list(tensors) != self._tensors:
             return "step() has other gradients, by name, shape or dtype, than the step that set the order of gradients"
-        for name, grad in self._given.items():
-            index = self._positions.get(name)
-            if index is not None and values[index] is not grad:
-                return f"reduce({name!r}) got another array than step(); pass the same array to both"
+        if problem := self._another_array(self._positions, values):
+            return problem
         present = [(index, value) for index, value in enumerate(values) if value is not None]
         return next(filter(None, (self._wrong_device(index, value) for index, value in present)), "")
 

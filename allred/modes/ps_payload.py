@@ -4,7 +4,6 @@ Parameter servers take host arrays only. `HostStaging` has pinned host memory fo
 (the host waits) -> push and pull -> upload parameters (the caller's stream waits).
 """
 
-import itertools
 import math
 import numbers
 from collections.abc import Sequence
@@ -73,11 +72,11 @@ def difference(tensors: Sequence[Tensor], known: Sequence[Tensor]) -> str:
     return f"there are {len(tensors)}, not {len(known)}"
 
 
-def describe_overlap(tensors: Sequence[Tensor], leaves: Sequence[Array]) -> str:
-    pairs = itertools.combinations(zip(tensors, leaves, strict=True), 2)
-    one, other = next(((a.name, b.name) for (a, x), (b, y) in pairs if np.may_share_memory(x, y)), ("?", "?"))
+def overlap_problem(first: str, second: str) -> str:
+    """Describe parameters, by name, that share memory; the same name twice for one whose elements do."""
+    what = f"parameters '{first}' and '{second}' share memory" if first != second else f"elements of '{first}' do"
     return (
-        f"parameters '{one}' and '{other}' share memory. The servers would update them separately, and one gradient "
+        f"{what}. The servers would update them separately, and one gradient "
         "would be lost; give such a parameter once, with the sum of its gradients"
     )
 

@@ -9,7 +9,6 @@ gradients cannot be used says so there, and all ranks raise the same error befor
 """
 
 import functools
-import operator
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -36,9 +35,6 @@ _OVERLAPPED = 2**47  # this rank has passed gradients to opt.reduce()
 _FLAGS_SHIFT, _FLAGS = 48, 2**14 - 1
 _UNCOUNTED = 2**62  # this rank does not know its number of samples
 _MISSING = 2**63  # this rank lacks a gradient
-
-_ndarray_flags = operator.attrgetter("flags.num")
-_OWNDATA = 0x4  # a bit of it
 
 
 class Agreement(NamedTuple):
@@ -108,7 +104,11 @@ class Reducer:
             problem: why this rank's gradients cannot be used; all ranks raise it as InputError.
             prepared: see `prepare`.
         """
-        note = _UNCOUNTED if samples is None else min(samples, _SAMPLES)
+        if samples is not None and samples > _SAMPLES:
+            problem = (
+                problem or f"samples={samples} must be at most 2**47 - 1, the largest number that the ranks exchange"
+            )
+        note = _UNCOUNTED if samples is None or problem else samples
         note |= _MISSING * missing | _OVERLAPPED * overlapped | flags << _FLAGS_SHIFT
         nonfinite = self._options.nonfinite or world.config().nonfinite
         settings = (
@@ -203,19 +203,18 @@ class Reducer:
     def allreduce_(
         self, plan: Plan, values: list[Any], weight: float | None, checks_finite: bool = False,
         prepared: PreparedReduction | None = None,
-    ) -> str:  # fmt: skip
+    ) -> int | None:  # fmt: skip
         """Reduce writable arrays in place; None is left out.
 
         checks_finite: check the results, see `Communicator.nonfinite`; only if `can_check`, and without a weight. The
         host waits for arrays on a GPU only with it. prepared: the result of `prepare` for these values, if the ranks
         have agreed on it.
-        Returns the name of the first tensor whose result is not finite, or "".
+        Returns the index in `values` of the first array whose result is not finite, or None.
         """
         devices = functions.current().gpu
         if prepared is not None:
             assert devices is not None
-            found = _wait_and_find_nonfinite(devices.start_prepared(prepared))
-            return "" if found < 0 else plan.tensors[found].name
+            return _wait_and_find_nonfinite(devices.start_prepared(prepared))
         kinds, indices = set(map(type, values)), plan.nonempty
         if type(None) in kinds:
             indices = [index for index in indices if values[index] is not None]
@@ -224,26 +223,24 @@ class Reducer:
             if on_gpu:
                 there = [values[index] for index in on_gpu]
                 found = _wait_and_find_nonfinite(devices.start(there, self._request(weight, checks_finite)))
-                if found >= 0:
-                    return plan.tensors[on_gpu[found]].name
+                if found is not None:
+                    return on_gpu[found]
                 indices = [index for index in indices if index not in set(on_gpu)]
         if len(indices) < len(values):
             plan, values = self.plan([plan.tensors[index] for index in indices]), [values[index] for index in indices]
         if not values:
-            return ""
+            return None
         if not functions.current().backend.fuses or (weight is not None and not _weighs(plan.dtypes)):
             self._allreduce_buckets(plan, values, weight)
-            return ""
+            return None
         self._allreduce_group(values, checks_finite, weight)
         found = functions.current().nonfinite if checks_finite else -1
-        return "" if found < 0 else plan.tensors[found].name
+        return None if found < 0 else indices[found]
 
     def _allreduce_group(self, values: list[Array], checks_finite: bool, weight: float | None) -> None:
         communicator, queue = functions.current(), functions.current().queue
         if communicator.size == 1 and self._compression is Compression.none and queue.track is None:
-            owned = all(flags & _OWNDATA for flags in set(map(_ndarray_flags, values)))
-            if owned or not arrays.overlap(values):  # else the communicator raises an error
-                return
+            return
         start, waited_before_s = time.perf_counter(), queue.waited_s
         communicator.grouped_allreduce_blocking(
             values, True, self._op, self._title, self._compression, checks_finite, weight
@@ -310,14 +307,15 @@ class Reducer:
         return weighted, self._compression if weighted.dtype == array.dtype else Compression.none
 
 
-def _wait_and_find_nonfinite(work: Work[ReductionResult]) -> int:
-    """Wait for a reduction of arrays on GPUs. Return the position of the first one whose checked result is not finite,
-    or -1."""
+def _wait_and_find_nonfinite(work: Work[ReductionResult]) -> int | None:
+    """Wait for a reduction of arrays on GPUs. Return the index of the first one whose checked result is not finite, or
+    None."""
     flags = work.wait().flags
     if flags is None:
-        return -1
+        return None
     work.synchronize()
-    return flags.first_position()
+    found = flags.first_position()
+    return None if found < 0 else found
 
 
 def _weighs(dtypes: Iterable[np.dtype[Any]]) -> bool:
@@ -330,33 +328,32 @@ def _flags_of(notes: list[int]) -> tuple[list[int], bool]:
 
 
 def writable(tensors: Sequence[Tensor], values: Sequence[Any]) -> list[Any]:
-    """Return the arrays to reduce in place: the given ones where possible. Numbers, read-only arrays and repeated
-    occurrences of the same memory are replaced by copies; None stays None."""
+    """Return the arrays to reduce in place: the given ones where possible. Numbers, read-only arrays and arrays that
+    share memory with one before them are replaced by copies; None stays None."""
     values = list(values)
-    if native.distinct(values):  # the usual case
+    if native.disjoint(values):  # the usual case
         return values
     known = gpu.layouts(values)  # of arrays on a GPU that are writable
     if known is not None and len({layout[0] for layout in known}) == len(values):
-        return list(values)
-    seen: set[int] = set()
-    return [_writable(tensor, value, seen) for tensor, value in zip(tensors, values, strict=True)]
+        return values
+    usable = [index for index, value in enumerate(values) if isinstance(value, np.ndarray) and value.flags.writeable]
+    kept = set(usable) - {usable[second] for _, second in arrays.overlaps([values[index] for index in usable])}
+    seen = set[int]()  # the addresses of arrays on GPUs
+    return [
+        _writable_on_gpu(value, tensor, seen) if gpu.is_device(value)
+        else value if value is None or index in kept
+        else np.array(value, tensor.dtype)
+        for index, (tensor, value) in enumerate(zip(tensors, values, strict=True))
+    ]  # fmt: skip
 
 
-def _writable(tensor: Tensor, value: Any, seen: set[int]) -> Any:
-    """As `writable`, for one gradient. seen: the addresses of the arrays before it; its address is added."""
-    if value is None:
-        return None
-    on_gpu = gpu.adopt(value) if gpu.is_device(value) else None
-    if on_gpu is not None:
-        usable, address = on_gpu.writable, on_gpu.array.data.ptr
-    else:
-        usable = isinstance(value, np.ndarray) and value.flags.writeable
-        address = value.__array_interface__["data"][0] if usable else 0
-    if usable and (address not in seen or not tensor.elements):
+def _writable_on_gpu(value: Any, tensor: Tensor, seen: set[int]) -> Any:
+    """As `writable`, for one gradient on a GPU. seen: the addresses of the arrays before it; its address is added."""
+    on_gpu = gpu.adopt(value)
+    address = on_gpu.array.data.ptr
+    if on_gpu.writable and (address not in seen or not tensor.elements):
         seen.add(address)
         return value
-    if on_gpu is None:
-        return np.array(value, tensor.dtype)
     with gpu.on_stream(on_gpu):
         return on_gpu.to_caller(on_gpu.array.copy())
 

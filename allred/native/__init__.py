@@ -35,11 +35,11 @@ hashes: Callable[[list[Any]], list[int]] = _kernels.hashes
 exceeds: Callable[..., bool] = _kernels.exceeds
 match: Callable[[list[Any], list[Any], list[Any]], bool] = twins.match
 addresses: Callable[[list[Any]], list[int]] = twins.addresses
-distinct: Callable[[list[Any]], bool] = twins.distinct
+disjoint: Callable[[list[Any]], bool] = twins.disjoint
 if available and _kernels.reads_arrays(np.zeros((2, 3))):
     match = functools.partial(_kernels.match, np.ndarray)
     addresses = functools.partial(_kernels.addresses, np.ndarray)
-    distinct = functools.partial(_kernels.distinct, np.ndarray)
+    disjoint = functools.partial(_kernels.disjoint, np.ndarray)
     _floats = np.dtype(np.float32), np.dtype(np.float64)
     update_group = functools.partial(_kernels.update_group, np.ndarray, _floats)
 variants: tuple[str, ...] = _kernels.variants() if available else ()

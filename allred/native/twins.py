@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from allred.arrays import DTYPES, Array
+from allred.arrays import DTYPES, Array, overlaps
 
 # The constants of hashes (csrc/scan.h), and the bytes per block: numpy's temporaries for a block stay in the cache.
 _HASH_A, _HASH_B = np.uint32(0x9E3779B1), np.uint32(0x85EBCA77)
@@ -169,10 +169,10 @@ def addresses(arrays: list[Any]) -> list[int]:
     return [array.__array_interface__["data"][0] for array in arrays]
 
 
-def distinct(arrays: list[Any]) -> bool:
-    """Whether these are writable numpy arrays that start at different addresses. See csrc/match.c."""
-    writable = all(type(array) is np.ndarray and array.flags.writeable for array in arrays)
-    return writable and len(set(addresses(arrays))) == len(arrays)
+def disjoint(group: list[Any]) -> bool:
+    """Whether these are writable, contiguous numpy arrays that share no memory. See csrc/match.c."""
+    usable = all(type(array) is np.ndarray and array.flags.writeable and array.flags.forc for array in group)
+    return usable and next(overlaps(group), None) is None
 
 
 def _matches(tensor: Any, param: Any, grad: Any) -> bool:

@@ -325,6 +325,15 @@ def halves(array):
     return [array[: len(array) // 2 + 1], array[len(array) // 2 :]]
 
 
+def columns(matrix):
+    """Three columns, of which the first and the last one are the same."""
+    return [matrix[:, 0], matrix[:, 1], matrix[:, 0]]
+
+
+def windows(array):
+    return np.lib.stride_tricks.sliding_window_view(array, 3, writeable=True)
+
+
 BAD = [
     (lambda c: c.allreduce(np.ones(3, int)), "allreduce: Average of int64 is not defined"),
     (lambda c: c.allreduce(np.ones(3, bool), allred.Sum), "allreduce: Sum of bool is not defined; use allred.Max for"),
@@ -337,18 +346,27 @@ BAD = [
     (lambda c: c.grouped_allreduce([], "sum"), "grouped_allreduce: op='sum' is not a reduction"),
     (
         lambda c: c.grouped_allreduce([np.zeros(3)] * 2, in_place=True),
-        "grouped_allreduce: the same memory is in the group twice",
+        "grouped_allreduce: arrays 0 and 1 of the group share memory; pass a copy of one",
     ),
     (
         lambda c: c.grouped_allreduce(halves(np.zeros(9)), in_place=True),
-        "grouped_allreduce: the same memory is in the group twice",
+        "grouped_allreduce: arrays 0 and 1 of the group share memory; pass a copy of one",
     ),
+    (
+        lambda c: c.grouped_allreduce([np.zeros(2), *columns(np.zeros((4, 3)))], in_place=True),
+        "grouped_allreduce: arrays 1 and 3 of the group share memory; pass a copy of one",
+    ),
+    (
+        lambda c: c.grouped_allreduce([windows(np.zeros(9))], in_place=True),
+        "grouped_allreduce: array 0 of the group: the array has several elements in the same memory; pass a copy",
+    ),
+    (lambda c: c.allreduce(windows(np.zeros(9)), in_place=True), "allreduce: the array has several elements in the"),
     (lambda c: c.grouped_allreduce_blocking([], True, "Sum", ""), "grouped_allreduce: op='Sum' is not a reduction"),
     (lambda c: c.grouped_allreduce_blocking([], True, None, ""), "grouped_allreduce: op=None is not a reduction"),
     (lambda c: c.grouped_allreduce_blocking([], True, allred.Sum, 7), "grouped_allreduce '7': name=7 must be a string"),
     (
         lambda c: c.grouped_allreduce_blocking(halves(np.zeros(9)), True, allred.Sum, ""),
-        "grouped_allreduce: the same memory",
+        "grouped_allreduce: arrays 0 and 1 of the group share memory",
     ),
     (lambda c: c.alltoall(np.zeros(4), [2**63] * c.size), "alltoall: .* must be .* whole numbers"),
     (lambda c: c.allreduce(np.ones(3, complex)), "allreduce: dtype complex128 is not supported"),

@@ -275,6 +275,16 @@ def test_memory_that_is_used_again_is_no_mistake(rank, size):
             opt.step(target, grads)
 
 
+@pytest.mark.parametrize("bare", [False, True])
+@pytest.mark.parametrize(("first_value", "second_value"), [("equal", "equal"), ("differs", "equal")])
+def test_equal_gradients_of_two_optimizers_in_one_buffer_are_no_mistake(rank, bare, first_value, second_value):
+    first, second, buffer = allred.distributed(Descent()), allred.distributed(Descent()), np.empty(3)
+    for _ in range(4):
+        for opt, value in ((first, first_value), (second, second_value)):
+            buffer[:] = rank + 1 if value == "differs" else 7
+            opt.step(np.ones(3) if bare else [np.ones(3)], buffer if bare else [buffer])
+
+
 def test_a_missing_gradient_is_no_array_that_is_gone(rank, size):
     """Another wrapper has averaged arrays that are no more; here all ranks bring the same, and None."""
     other = [np.full(3, 1.0 + rank)]

@@ -272,6 +272,8 @@ def test_samples_that_cannot_be_used_on_one_rank_are_an_error_on_all(rank, size)
     opt, params = allred.distributed(optim.SGD(lr=1.0)), [np.zeros(3)]
     with pytest.raises(InputError, match=rf"rank {size - 1}: samples must be an integer >= 0, but is -1"):
         opt.step(params, [np.ones(3)], samples=-1 if rank == size - 1 else 5)
+    with pytest.raises(InputError, match=rf"rank {size - 1}: samples={2**47} must be at most"):
+        opt.step(params, [np.ones(3)], samples=2**47 if rank == size - 1 else 5)
     opt.step(params, [np.ones(3) if rank else None], samples=np.int64(3))
     np.testing.assert_allclose(params[0], -(size - 1) / size)
 
@@ -292,15 +294,22 @@ def test_a_micro_step_that_fails_on_one_rank_is_an_error_on_all_at_the_end_of_th
     if size == 1:
         pytest.skip("one rank cannot differ")
     opt, params = allred.distributed(optim.SGD(lr=1.0), accumulate=3), [np.zeros(3)]
-    bad = [np.ones(4 if rank == size - 1 else 3)]
-    for _ in range(2 if rank < size - 1 else 0):
-        opt.step(params, bad)
-    with pytest.raises(InputError, match=rf"rank {size - 1}: the gradient of '0'"):
-        opt.step(params, bad)
-    assert params[0].tolist() == [0, 0, 0]
-    for _ in range(3):
-        opt.step(params, [np.ones(3)])
-    assert params[0].tolist() == [-1, -1, -1]
+    for wrong, samples in ([np.ones(4)], None), ([np.ones(3, int)], None), ([np.ones(3)], -1), ([np.ones(3)], 2):
+        problems = []
+        for micro in range(3):  # the same calls on all ranks, which all raise in the last one
+            bad = micro == 1 and rank == size - 1
+            try:
+                opt.step(params, wrong if bad else [np.ones(3)], samples if bad else None)
+            except InputError as error:
+                problems.append((micro, str(error)))
+        assert len(problems) == 1
+        assert problems[0][1].startswith(f"opt.step(): rank {size - 1}: micro-step 2 of 3: ")
+        assert len(set(allred.allgather_object(problems[0]))) == 1
+        assert not opt.accumulates
+        opt.step(params, [np.full(3, 0.0)])
+        opt.step(params, [np.full(3, 1.5 * (rank + 1))])
+        opt.step(params, [np.full(3, 1.5 * (rank + 1))])
+    np.testing.assert_allclose(params[0], -4 * (size + 1) / 2)
 
 
 def test_numbers_and_missing_ones_for_the_same_parameter(rank, size):
@@ -318,6 +327,33 @@ def test_tied_gradients_are_reduced_once(size):
     square, both = np.ones((300, 300)), [np.zeros((300, 300)), np.zeros((300, 300))]
     opt.step(both, [square, square.T])
     assert both[0][0, 0] == both[1][0, 0] == -size
+
+
+OVERLAPS = {
+    "views": lambda buffer: [buffer[:4], buffer[2:6], buffer[4:8]],
+    "strided": lambda buffer: [buffer[:8:2], buffer[6:10], buffer[2:6]],
+    "columns": lambda buffer: [buffer[:12].reshape(3, 4)[0], buffer[:12].reshape(4, 3)[:, 1], buffer[8:12]],
+    "windows": lambda buffer: [
+        *np.lib.stride_tricks.sliding_window_view(buffer[:5], 4, writeable=True),
+        np.lib.stride_tricks.as_strided(buffer[9:], (4,), (0,)),
+    ],
+    "disjoint": lambda buffer: [buffer[:8:2], buffer[1:9:2], buffer[12:16]],
+}
+
+
+@pytest.mark.parametrize("views", OVERLAPS)
+@pytest.mark.parametrize("op", [allred.Sum, allred.Average])
+def test_gradients_that_share_memory_on_one_rank_are_reduced_as_if_they_did_not(rank, size, views, op):
+    opt, params = allred.distributed(optim.SGD(lr=1.0), op=op), [np.zeros(4) for _ in range(3)]
+    expected = [np.zeros(4) for _ in range(3)]
+    for step in range(3):
+        everyone = [OVERLAPS[views](np.arange(16.0) + 100 * other + step) for other in range(size)]
+        mine = everyone[rank] if rank == size - 1 else [grad.copy() for grad in everyone[rank]]
+        for want, *grads in zip(expected, *[[g.copy() for g in each] for each in everyone], strict=True):
+            want -= np.sum(grads, axis=0) / (size if op is allred.Average else 1)
+        opt.step(params, mine)
+        for param, want in zip(params, expected, strict=True):
+            np.testing.assert_array_equal(param, want)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])

@@ -120,13 +120,14 @@ def overflow(plan: Plan, values: Sequence[Any], compression: Compression) -> str
     """Describe a sum of finite gradients that is not finite; "" if all are. values: the reduced gradients."""
     if not scan(plan, values, ranks=1):
         return ""
-    names = list(describe(plan, values))
-    return overflow_of(plan, names[0], compression, f" and {len(names) - 1} more" if len(names) > 1 else "")
+    described = describe(plan, values)
+    found = [index for index, tensor in enumerate(plan.tensors) if tensor.name in described]
+    return overflow_of(plan, found[0], compression, f" and {len(found) - 1} more" if len(found) > 1 else "")
 
 
-def overflow_of(plan: Plan, name: str, compression: Compression, more: str = "") -> str:
-    """As `overflow`, for the sum of this gradient."""
-    dtype = next(tensor.dtype for tensor in plan.tensors if tensor.name == name)
+def overflow_of(plan: Plan, index: int, compression: Compression, more: str = "") -> str:
+    """As `overflow`, for the sum of the gradient with this index."""
+    name, _, dtype = plan.tensors[index]
     wire = (arrays.name_of(dtype), compression) in _LARGEST
     limit = f"{arrays.DTYPES[compression.value]}, the wire dtype" if wire else arrays.name_of(dtype)
     return (

@@ -91,18 +91,18 @@ class MistakeChecks:
             return self._refuse_nonfinite(finite.describe(plan, values) if own & finite.NONFINITE else {})
         return True
 
-    def passes_reduced(self, flags: list[int], plan: Plan, values: Sequence[Any], nonfinite: str = "") -> bool:
-        """Check the reduced gradients. Return whether they are used. Raises NonFiniteError on all ranks. nonfinite: see
-        `Reducer.allreduce_`."""
+    def passes_reduced(self, flags: list[int], plan: Plan, values: Sequence[Any], nonfinite: int | None) -> bool:
+        """Check the reduced gradients. Return whether they are used. Raises NonFiniteError on all ranks. nonfinite: the
+        result of `Reducer.allreduce_`."""
         self._duplicates.remember(values)
-        if nonfinite:  # numbers that are not finite are not overwritten
+        if nonfinite is not None:  # numbers that are not finite are not overwritten
             problem = finite.overflow_of(plan, nonfinite, self._compression)
             return self._refuse_nonfinite(finite.describe(plan, values), problem)
         if any(flag & finite.LARGE for flag in flags) and (problem := finite.overflow(plan, values, self._compression)):
             return self._refuse(problem)
         return True
 
-    def passes_overlapped(self, flags: list[int], plan: Plan, values: Sequence[Any], nonfinite: str) -> bool:
+    def passes_overlapped(self, flags: list[int], plan: Plan, values: Sequence[Any], nonfinite: int | None) -> bool:
         """As `passes` and `passes_reduced`, for gradients that were scanned by `scan_bucket`, or checked by their
         reductions."""
         self.steps += 1
@@ -168,8 +168,9 @@ class MistakeChecks:
 
 _HASHED_BYTES = 2**16  # of each gradient
 _IN_A_ROW = 3
-# The last reduction in this process: its DuplicateBatch, and one of its arrays.
-_averaged: list[tuple[weakref.ref[Any], weakref.ref[Any]]] = []
+# The last reduction in this process, if it made different gradients equal: its DuplicateBatch, one of its arrays, and
+# the hash of this array.
+_averaged: list[tuple[weakref.ref[Any], weakref.ref[Any], int]] = []
 
 
 class DuplicateBatch:
@@ -182,22 +183,28 @@ class DuplicateBatch:
     def __init__(self, title: str) -> None:
         self._title = title
         self._in_a_row = 0
+        self._differed = False  # whether the gradients of this step were compared and differ between ranks
 
     def hash(self, values: Sequence[Any]) -> int:
         """Return 32 bits: a hash (0 if all gradients are zero), and whether another wrapper has just averaged them."""
-        heads = [leading_bytes(value, _HASHED_BYTES) for value in values if value is not None]
+        present = [value for value in values if value is not None]
+        heads = [leading_bytes(value, _HASHED_BYTES) for value in present]
         if not any(start.any() for start in heads):
             return 0
-        total = 0
-        for hashed in native.hashes(heads):
+        total, hashes = 0, native.hashes(heads)
+        for hashed in hashes:
             total = mix(total, hashed)
-        here = [value for value in values if value is not None]  # None is the array() of a freed array
-        again = any(wrapper() is not self and any(value is array() for value in here) for wrapper, array in _averaged)
+        again = any(
+            wrapper() is not self
+            and any(value is array() and h == mean for value, h in zip(present, hashes, strict=True))
+            for wrapper, array, mean in _averaged
+        )
         return total >> 33 << 1 | again
 
     def compare(self, hashes: list[int]) -> None:
         """Compare the hashes of all ranks. Raises InputError for gradients that would be averaged twice."""
-        same = len(hashes) > 1 and len(set(hashes)) == 1 and hashes[0] > 1
+        self._differed = len({hashed >> 1 for hashed in hashes}) > 1
+        same = len(hashes) > 1 and not self._differed and hashes[0] > 1 and len(set(hashes)) == 1
         if same and hashes[0] & 1:
             raise InputError(
                 f"{self._title}: these gradients are the mean over all ranks already, and would be averaged twice; use "
@@ -212,8 +219,14 @@ class DuplicateBatch:
             )
 
     def remember(self, values: Sequence[Any]) -> None:
-        array = next((value for value in values if value is not None), None)
-        _averaged[:] = [] if array is None else [(weakref.ref(self), weakref.ref(array))]
+        """Note the reduced gradients. Those that were equal before the reduction may be written again with the same
+        values, for another optimizer, so they prove nothing."""
+        _averaged.clear()
+        for value in values if self._differed else ():
+            if value is not None and (head := leading_bytes(value, _HASHED_BYTES)).size:
+                _averaged.append((weakref.ref(self), weakref.ref(value), native.hashes([head])[0]))
+                break
+        self._differed = False
 
 
 class Updates:

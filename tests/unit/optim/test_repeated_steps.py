@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from allred import native, nest, optim
+from allred import arrays, native, nest, optim
 from allred.errors import InputError
 from allred.native import twins
 
@@ -231,11 +231,40 @@ def test_a_structure_of_something_else_is_an_error():
             native.leaves_of(wrong, {"a": 1})
 
 
-@pytest.mark.parametrize("distinct", [native.distinct, twins.distinct])
-def test_distinct_arrays(distinct):
-    whole = np.zeros((64, 4))
-    assert distinct([])
-    assert distinct([whole[row] for row in range(64)])
-    assert not distinct([whole, whole[:1]])
-    assert not distinct([whole, 1.0])
-    assert not distinct([np.frombuffer(bytes(8))])
+@pytest.mark.parametrize("disjoint", [native.disjoint, twins.disjoint])
+def test_arrays_that_share_no_memory(disjoint):
+    whole, one = np.zeros((64, 4), np.float32), np.ones((), np.float16)
+    assert disjoint([])
+    assert disjoint([whole[row] for row in range(64)])
+    assert disjoint([*reversed([whole[row : row + 1] for row in range(64)]), whole[5:5], one, np.zeros((2, 3)).T])
+    assert not disjoint([whole, whole[:1]])
+    assert not disjoint([one, one])
+    assert not disjoint([one, one[()], one.reshape(1), one.reshape(1, 1)])
+    assert not disjoint([whole[2:], np.zeros(3), whole[:3]])
+    assert not disjoint([whole, 1.0])
+    assert not disjoint([whole[:, ::2]])  # strided arrays are left to `overlaps`
+    assert not disjoint([np.frombuffer(bytes(8))])
+
+
+def test_overlaps_are_those_of_the_elements():
+    """Random views of one buffer: the pairs, and arrays that overlap themselves, are found by their elements."""
+    random, buffer = np.random.default_rng(0), np.arange(48, dtype=np.int16)
+    for _ in range(300):
+        views = []
+        for _ in range(random.integers(1, 6)):
+            start, count, step = (int(n) for n in random.integers([0, 0, 1], [24, 5, 6]))
+            view = buffer[start:][: count * step : step]
+            rows, hop = (int(n) for n in random.integers([1, 0], [4, 7]))
+            kind = random.integers(3)
+            if kind and view.size:
+                last = start + (view.size - 1) * step + (rows - 1) * hop
+                rows = rows if last < buffer.size else 1
+                view = np.lib.stride_tricks.as_strided(view, (rows, view.size), (2 * hop, 2 * step))
+            views.append(view[..., ::-1].T if kind == 2 else view)
+        elements = [view.reshape(-1).tolist() for view in views]
+        pairs = {(i, j) for i in range(len(views)) for j in range(i) if set(elements[i]) & set(elements[j])}
+        repeated = {i for i, each in enumerate(elements) if len(set(each)) < len(each)}
+        found = set(arrays.overlaps(views))
+        assert {(j, i) for i, j in found if i != j} == pairs
+        assert repeated <= {i for i, j in found if i == j}
+        assert not any(views[i].flags.forc for i, j in found if i == j)
