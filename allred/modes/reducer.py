@@ -113,7 +113,7 @@ class Reducer:
         nonfinite = self._options.nonfinite or world.config().nonfinite
         settings = (
             f"op={self._op.value} bucket_bytes={self.bucket_bytes} compression={self._compression.name} "
-            f"nonfinite={nonfinite} accumulate={self._options.accumulate} {settings}"
+            f"nonfinite={nonfinite} accumulate={self._options.accumulate} sharded={self._options.sharded} {settings}"
         ).strip()
         preparation = 0 if prepared is None else prepared.hash
         return functions.current().check("step", title, lines, settings, note, problem, rows=preparation)

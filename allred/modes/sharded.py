@@ -12,11 +12,12 @@ The state lies in such a block, one copy for the node, so every rank can read al
 parameters of `share`: then 2 writes them in place, and 4 is omitted. Every node updates all parameters.
 
 No rank writes memory that another reads: 2 begins when all ranks have called the step, which 1 ensures, and ends when
-all have completed 4 of the step before. Tensors that are not contiguous numpy arrays are updated by every rank.
+all have completed 4 of the step before. Tensors that are not contiguous numpy arrays, or share memory with another one,
+are updated by every rank, whose state is its own.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +25,8 @@ import numpy as np
 from allred import log, nest
 from allred.arrays import Array
 from allred.comm import functions, node_memory
-from allred.comm.header import hash_text
+from allred.comm.arguments import overlaps
+from allred.comm.header import hash_text, mix
 from allred.fusion import Tensor
 from allred.optim.base import Optimizer, splittable
 from allred.optim.step_input import PendingUpdates, Slots
@@ -79,14 +81,23 @@ class ShardedUpdate:
     def __init__(self, optimizer: Optimizer, title: str) -> None:
         self._optimizer, self._title = optimizer, title
         self._leaves: list[Any] = []  # the parameters of the last step
-        self._layout = _ShardLayout("", {}, set())  # of these
+        self._layout = _NO_LAYOUT  # of these
         self._staged: dict[str, Array] = {}  # the new parameters in a block, flat
         self._shared_slots: dict[str, Slots] = {}  # slots in a block, as the optimizer has them
+        self._blocks = 0  # a hash of the operations that have allocated the blocks: the same on ranks that share them
         self._plan: _ShardPlan | None = None
 
     def forget_state(self) -> None:
         """Let the next step move the optimizer's state to a new block. Called on all ranks."""
-        self._shared_slots, self._plan = {}, None
+        self._unshare(list(self._shared_slots))
+
+    def _unshare(self, names: Iterable[str]) -> None:
+        """Give this rank its own copy of slots that the node shares. Called on all ranks, when none changes them."""
+        for name in names:
+            slots = self._shared_slots.pop(name, None)
+            if slots is not None and self._optimizer.has_slots(name, slots):
+                self._optimizer.replace_slots(name, {key: slot.copy() for key, slot in slots.items()})
+        self._plan = None
 
     def prepare(self, tensors: Sequence[Tensor], leaves: list[Any]) -> bool:
         """Prepare `step`. Collective. Returns False, and has changed nothing, if ranks of a node cannot share memory.
@@ -96,10 +107,18 @@ class ShardedUpdate:
         if len(leaves) != len(self._leaves) or not all(map(operator.is_, leaves, self._leaves)):
             layout = _layout(tensors, leaves)
         state = all(self._optimizer.has_slots(name, slots) for name, slots in self._shared_slots.items())
-        settings = f"layout={layout.text} state={'shared' if state and self._shared_slots else 'own'}"
-        functions.current().check("step", f"{self._title}: sharded update", settings=settings).wait()  # and a barrier
-        if layout.text != self._layout.text and not self._allocate_staged(layout, leaves):
-            return False
+        settings = f"state={'shared' if state and self._shared_slots else 'own'}"
+        title, note = f"{self._title}: sharded update", mix(layout.hash, self._blocks)
+        everyone = functions.current().check("step", title, settings=settings, note=note).wait()  # and a barrier
+        if len({each.note for each in everyone}) > 1:
+            functions.current().check("step", title, layout.lines).wait()  # raises if these differ
+            self._layout, self._blocks = _NO_LAYOUT, 0  # a rank that had joined lacks blocks, so all make new ones
+            self.forget_state()
+        if layout.hash != self._layout.hash:
+            self._unshare(self._shared_slots.keys() - layout.cut.keys())
+            if not self._allocate_staged(layout, leaves):
+                self.forget_state()
+                return False
         if layout is not self._layout:
             self._layout, self._leaves, self._plan = layout, list(leaves), None
         return True
@@ -159,11 +178,16 @@ class ShardedUpdate:
     def _allocate_staged(self, layout: "_ShardLayout", leaves: list[Any]) -> bool:
         like = {name: leaves[index] for name, index in layout.cut.items() if name not in layout.shared}
         sizes = [node_memory.size_in_block(param.shape, param.dtype) for param in like.values()]
-        block = node_memory.allocate(functions.current(), sum(sizes), f"{self._title}: memory for parameters")
+        block = self._allocate(sum(sizes), "parameters")
         if block is None:
             return False
         self._staged = {name: block.empty((param.size,), param.dtype) for name, param in like.items()}
         return True
+
+    def _allocate(self, nbytes: int, what: str) -> node_memory.NodeMemory | None:
+        communicator = functions.current()
+        self._blocks = mix(self._blocks, communicator.operations)
+        return node_memory.allocate(communicator, nbytes, f"{self._title}: memory for {what}")
 
     def _share_slots(self, pending: PendingUpdates) -> dict[str, Slots]:
         """Let the slots that the node does not share yet lie in a new block. Return their values, by tensor."""
@@ -175,7 +199,7 @@ class ShardedUpdate:
         if not own:
             return {}
         nbytes = sum(node_memory.size_in_block(s.shape, s.dtype) for slots in own.values() for s in slots.values())
-        block = node_memory.allocate(functions.current(), nbytes, f"{self._title}: memory for the optimizer's state")
+        block = self._allocate(nbytes, "the optimizer's state")
         self._plan = None
         if block is None:  # every rank updates these tensors
             return {}
@@ -188,24 +212,33 @@ class ShardedUpdate:
 
 
 class _ShardLayout(NamedTuple):
-    """text: equal on ranks whose parameters are cut in the same way. cut: position of each tensor that is cut, by name.
-    shared: those that the ranks of the node have in one memory."""
+    """How parameters are cut. hash: of the lines, which are equal on ranks that cut them in the same way.
+    cut: position of each tensor that is cut, by name. shared: those that the ranks of the node have in one memory."""
 
-    text: str
+    hash: int
+    lines: list[str]
     cut: dict[str, int]
     shared: set[str]
 
 
+_NO_LAYOUT = _ShardLayout(0, [], {}, set())
+
+
 def _layout(tensors: Sequence[Tensor], leaves: Sequence[Any]) -> _ShardLayout:
+    host = [index for index, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray)]
+    tied = {host[i] for pair in overlaps([leaves[index] for index in host]) for i in pair}
     cut = {
-        tensor.name: index
-        for index, (tensor, leaf) in enumerate(zip(tensors, leaves, strict=True))
-        if type(leaf) is np.ndarray and leaf.flags.c_contiguous and leaf.size
+        tensors[i].name: i
+        for i in host
+        if i not in tied and type(leaves[i]) is np.ndarray and leaves[i].flags.c_contiguous and leaves[i].size
     }
     shared = {name for name, index in cut.items() if node_memory.is_shared(leaves[index])}
-    lines = [f"{tensor.name} {tensor.shape} {tensor.name in cut} {tensor.name in shared}" for tensor in tensors]
-    lines += [str(leaves[index].dtype) for index in cut.values()]
-    return _ShardLayout(f"{hash_text(' '.join(lines)):016x}", cut, shared)
+    lines = [
+        f"{tensor._replace(dtype=leaf.dtype)}{', tied' * (index in tied)}{', cut' * (tensor.name in cut)}"
+        f"{', of opt.share()' * (tensor.name in shared)}"
+        for index, (tensor, leaf) in enumerate(zip(tensors, leaves, strict=True))
+    ]
+    return _ShardLayout(hash_text("\n".join(lines)), lines, cut, shared)
 
 
 def _bound(element: int, count: int) -> int:
@@ -216,16 +249,19 @@ def _bound(element: int, count: int) -> int:
 
 def share(params: Any, title: str) -> Any:
     """Return a nest like `params`, with arrays that the ranks of a node have in one memory; `params` itself if that is
-    impossible. Collective. The values are those of the first rank of each node."""
+    impossible. Collective. The values are those of the first rank of each node. Arrays that share memory stay as they
+    are."""
     named = nest.leaves(params)
     eligible = [leaf for _, leaf in named if type(leaf) is np.ndarray]
+    tied = {id(eligible[i]) for pair in overlaps(eligible) for i in pair}  # each rank keeps these
+    eligible = [leaf for leaf in eligible if id(leaf) not in tied]
     nbytes = sum(node_memory.size_in_block(leaf.shape, leaf.dtype) for leaf in eligible)
     block = node_memory.allocate(functions.current(), nbytes, title)
     if block is None:
         return params
     shared = []
     for _, leaf in named:
-        target = block.empty(leaf.shape, leaf.dtype) if type(leaf) is np.ndarray else leaf
+        target = block.empty(leaf.shape, leaf.dtype) if type(leaf) is np.ndarray and id(leaf) not in tied else leaf
         if target is not leaf and functions.current().number == block.ranks[0]:
             target[...] = leaf
         shared.append(target)

@@ -140,6 +140,106 @@ def test_parameters_that_are_not_contiguous_and_other_parameters_in_a_later_step
     assert_same(params, expected)
 
 
+class Subclass(np.ndarray):
+    pass
+
+
+LAYOUTS = {
+    "C": lambda matrix: matrix,
+    "Fortran": np.asfortranarray,
+    "subclass": lambda matrix: matrix.view(Subclass),
+    "columns": lambda matrix: np.repeat(matrix, 2, axis=1)[:, ::2],
+}
+
+
+@pytest.mark.parametrize("first", LAYOUTS)
+@pytest.mark.parametrize("second", LAYOUTS)
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_layout_that_changes_between_steps(rank, first, second, shares):
+    expected, params = make_params(), make_params()
+    plain = allred.distributed(optim.SGD(lr=0.1, momentum=0.9))
+    opt = allred.distributed(optim.SGD(lr=0.1, momentum=0.9), sharded=True)
+    if shares:
+        params = opt.share(params)
+    for step, layout in enumerate((first, second, first, second, second)):
+        for target in (expected, params):
+            if step or not shares:  # the first step has the parameters of opt.share()
+                target["b"] = LAYOUTS[layout](np.array(target["b"]))
+        train(plain, expected, 1, rank, step)
+        train(opt, params, 1, rank, step)
+        assert_same(params, expected)
+        assert_same_state(opt.state_dict(), plain.state_dict())
+
+
+def tied(array):
+    return {"x": array, "y": array, "z": array[:1], "w": np.ones(9, np.float32)}
+
+
+def views(array):
+    return {"x": array[:20], "y": array[10:], "z": array[5:6], "w": np.ones(9, np.float32)}
+
+
+@pytest.mark.parametrize("make", [tied, views])
+@pytest.mark.parametrize("shares", [False, True])
+def test_parameters_that_share_memory(rank, make, shares):
+    def grads(params, step):
+        return {name: np.full(array.shape, rank + step + len(name), np.float32) for name, array in params.items()}
+
+    expected, params = make(np.arange(40, dtype=np.float32)), make(np.arange(40, dtype=np.float32))
+    plain = allred.distributed(optim.SGD(lr=0.1, momentum=0.9))
+    opt = allred.distributed(optim.SGD(lr=0.1, momentum=0.9), sharded=True)
+    params = opt.share(params) if shares else params
+    assert np.shares_memory(params["x"], params["y"])
+    for step in range(4):
+        plain.step(expected, grads(expected, step))
+        opt.step(params, grads(params, step))
+        for name in params:
+            np.testing.assert_array_equal(params[name], expected[name], err_msg=name)
+
+
+def test_parameters_that_share_memory_on_one_rank(rank):
+    opt, params = allred.distributed(optim.SGD(lr=0.1), sharded=True), [np.ones(3), np.ones(3)]
+    if rank == 0:
+        params[1] = params[0]
+    message = (
+        r"sharded update: tensor 0 of 2 differs: '0' float64 \(3,\), tied on rank 0; '0' float64 \(3,\), cut on rank"
+    )
+    with pytest.raises(MismatchError, match=message):
+        opt.step(params, [np.ones(3), np.ones(3)])
+    assert opt.global_step == 0
+
+
+def test_sharded_on_one_rank_only(rank, size):
+    opt = allred.distributed(optim.SGD(lr=0.1, momentum=0.9), sharded=rank == size - 1)
+    with pytest.raises(MismatchError, match=rf"sharded=False on ranks? 0.* sharded=True on rank {size - 1}"):
+        train(opt, make_params(), 1, rank)
+
+
+@pytest.mark.parametrize("before", ["nothing", "step", "steps and load"])
+def test_a_rank_that_joins_without_a_step(rank, before):
+    """Blocks that the others have made meanwhile are made again with it."""
+    results = []
+    for sharded in (False, True):
+        opt, params = allred.distributed(optim.Adam(), sharded=sharded), make_params()
+        opt.broadcast(params)
+        train(opt, params, {"nothing": 0, "step": 1}.get(before, 2), rank)
+        with allred.Join():
+            if rank > 0:
+                train(opt, params, 1, rank, 2)
+                if before == "steps and load":
+                    opt.load_state_dict(opt.state_dict())
+                params["b"] = np.asfortranarray(params["b"])
+                train(opt, params, 1, rank, 3)
+                params["b"] = np.ascontiguousarray(params["b"])
+                train(opt, params, 1, rank, 4)
+        train(opt, params, 3, rank, 5)
+        assert allred.allgather_object(opt.global_step) == [opt.global_step] * allred.size()
+        results.append((allred.digest(params), opt.state_dict()))
+    assert results[0][0] == results[1][0]
+    assert_same_state(results[0][1], results[1][1])
+    assert len(set(allred.allgather_object(results[0][0]))) == 1
+
+
 def test_clipping_and_skipped_steps(rank):
     expected, params = make_params(), make_params()
     options = {"clip_norm": 0.5, "nonfinite": "skip"}
