@@ -1,12 +1,15 @@
 /*
- * Whether a step has arrays of the same shapes and dtypes as the step before; and where arrays are.
+ * Whether a step has arrays of the same shapes and dtypes as the step before; where arrays are; a hash of some
+ * elements.
  *
  * Each step checks thousands of arrays. A parameter and its gradient take 23 ns by numpy_array.h, 415 ns in Python.
  */
 #include <stdlib.h>
 
 #include "binding.h"
+#include "header.h"
 #include "numpy_array.h"
+#include "scan.h"
 
 int allred_array_layout_is_known(PyObject *object) {
   const allred_array *array = allred_as_array(object);
@@ -114,27 +117,35 @@ static int ranges_are_disjoint(memory_range *ranges, Py_ssize_t count) {
   return 1;
 }
 
+/* Return the bytes of an element; -1 with an error. known: the dtype of the last array, and its result. */
+static Py_ssize_t element_bytes(const allred_array *array, PyObject **known, Py_ssize_t last) {
+  if (array->descr == *known) return last;
+  PyObject *size = PyObject_GetAttrString(array->descr, "itemsize");
+  const Py_ssize_t bytes = size ? PyLong_AsSsize_t(size) : -1;
+  Py_XDECREF(size);
+  *known = array->descr;
+  return bytes;
+}
+
+static Py_ssize_t count_elements(const allred_array *array) {
+  Py_ssize_t count = 1;
+  for (int axis = 0; axis < array->nd; axis++) count *= array->dimensions[axis];
+  return count;
+}
+
 /* Whether the memory of contiguous arrays is disjoint; -1 with an error if that cannot be found out. */
 static int memory_is_disjoint(PyObject *list, Py_ssize_t arrays) {
   memory_range *ranges = PyMem_Malloc((size_t)arrays * sizeof *ranges);
   PyObject *dtype = NULL;
   Py_ssize_t kept = 0, itemsize = 0;
-  int failed = !ranges;
-  for (Py_ssize_t i = 0; i < arrays && !failed; i++) {
+  for (Py_ssize_t i = 0; i < arrays && ranges && itemsize >= 0; i++) {
     const allred_array *array = allred_as_array(PyList_GetItem(list, i));
-    if (array->descr != dtype) {
-      PyObject *size = PyObject_GetAttrString(array->descr, "itemsize");
-      itemsize = size ? PyLong_AsSsize_t(size) : -1;
-      Py_XDECREF(size);
-      failed = itemsize < 0;
-      dtype = array->descr;
-    }
-    Py_ssize_t bytes = itemsize;
-    for (int axis = 0; axis < array->nd; axis++) bytes *= array->dimensions[axis];
-    if (bytes && !failed)
-      ranges[kept++] = (memory_range){(uintptr_t)array->data, (uintptr_t)array->data + (size_t)bytes};
+    itemsize = element_bytes(array, &dtype, itemsize);
+    const uintptr_t start = (uintptr_t)array->data;
+    const Py_ssize_t bytes = count_elements(array) * itemsize;
+    if (bytes > 0) ranges[kept++] = (memory_range){start, start + (size_t)bytes};
   }
-  const int disjoint = failed ? -1 : ranges_are_disjoint(ranges, kept);
+  const int disjoint = !ranges || itemsize < 0 ? -1 : ranges_are_disjoint(ranges, kept);
   PyMem_Free(ranges);
   return disjoint;
 }
@@ -154,4 +165,28 @@ PyObject *allred_python_disjoint(PyObject *module, PyObject *const *args, Py_ssi
   const int disjoint = owned ? different(args[1], arrays) : memory_is_disjoint(args[1], arrays);
   if (disjoint < 0) return PyErr_Occurred() ? NULL : PyErr_NoMemory();
   return PyBool_FromLong(disjoint);
+}
+
+PyObject *allred_python_hash_elements(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+  if (count != 5 || !PyList_Check(args[1]))
+    return PyErr_Format(PyExc_TypeError, "hash_elements(array_type, arrays: list, first, start, count)");
+  Py_ssize_t first = PyLong_AsSsize_t(args[2]), start = PyLong_AsSsize_t(args[3]), left = PyLong_AsSsize_t(args[4]);
+  if (PyErr_Occurred()) return NULL;
+  if (first < 0 || start < 0) return PyErr_Format(PyExc_ValueError, "first and start must be >= 0");
+  const Py_ssize_t arrays = PyList_Size(args[1]);
+  PyObject *dtype = NULL;
+  Py_ssize_t itemsize = 0;
+  uint64_t hash = 0;
+  for (Py_ssize_t i = first; i < arrays && left > 0; i++, start = 0) {
+    PyObject *object = PyList_GetItem(args[1], i);
+    const allred_array *array = allred_as_array(object);
+    if ((PyObject *)Py_TYPE(object) != args[0] || !(array->flags & ALLRED_ARRAY_C_CONTIGUOUS)) Py_RETURN_NONE;
+    if ((itemsize = element_bytes(array, &dtype, itemsize)) < 0) return NULL;
+    const Py_ssize_t behind = count_elements(array) - start, taken = behind < left ? behind : left;
+    if (taken <= 0) continue;
+    const uint64_t found = allred_hash(array->data + start * itemsize, (size_t)(taken * itemsize));
+    hash = allred_mix(hash, found);
+    left -= taken;
+  }
+  return PyLong_FromUnsignedLongLong(hash);
 }

@@ -270,7 +270,7 @@ class Overlap:
             self._ready[index] = gpu.zeros(self._like if self._on_gpu[index] else None, *self._tensors[index][1:])
         while len(self._sent) < len(self._buckets):
             self._send()
-        return self._close(missing, problem, self._complete_buckets())
+        return self._close(given, missing, self._complete_buckets())
 
     def _complete_buckets(self) -> int | None:
         """Wait for all buckets. Return the position of the first gradient whose checked result is not finite, or None.
@@ -296,19 +296,21 @@ class Overlap:
                 nonfinite.append(indices[found])
         return nonfinite[0] if nonfinite else None
 
-    def _close(self, missing: list[int], problem: str, nonfinite: int | None) -> list[Any] | None:
+    def _close(self, given: StepInput, missing: list[int], nonfinite: int | None) -> list[Any] | None:
         """Exchange mistakes, missing gradients and flags. missing: positions of the gradients that this rank lacks.
         nonfinite: see `_complete_buckets`."""
         title = f"{self._title}: the end of early gradients"
+        plan = self._reducer.plan(self._tensors)
+        rows = 0 if given.problem else self._checks.window(plan, given, given.values)
         with span("negotiate", title):
-            flags, any_missing = self._reducer.exchange_flags(title, self._flags, bool(missing), problem)
+            agreement = self._reducer.exchange_flags(title, self._flags, bool(missing), given.problem, rows)
         mean = [self._ready[index] for index in range(len(self._tensors))]
-        if any_missing:
+        if agreement.any_missing:
             here = [index not in missing for index in range(len(self._tensors))]
             anywhere = self._reducer.present_anywhere(here)
             mean = [value if present else None for value, present in zip(mean, anywhere, strict=True)]
-        plan = self._reducer.plan(self._tensors)
-        return mean if self._checks.passes_overlapped(flags, plan, mean, nonfinite) else None
+        passes = self._checks.passes_overlapped(agreement.flags, agreement.rows, plan, mean, given.params, nonfinite)
+        return mean if passes else None
 
     def _mismatch(self, tensors: Sequence[Tensor], values: Sequence[Any]) -> str:
         """Describe a difference between the gradients of step() and of reduce(); "" if there is none."""

@@ -43,7 +43,7 @@ class Agreement(NamedTuple):
     weight: float | None  # factor of this rank's gradients; None: all ranks count equally
     flags: list[int]  # by rank
     any_missing: bool  # whether a rank lacks a gradient
-    same_preparation: bool  # whether prepared gradients have the same memory orders and checks on all ranks
+    rows: list[int]  # by rank: the argument `rows` of `start_negotiation`
 
 
 class Reducer:
@@ -92,7 +92,7 @@ class Reducer:
         missing: bool = False,
         overlapped: bool = False,
         problem: str = "",
-        prepared: PreparedReduction | None = None,
+        rows: int = 0,
     ) -> Work[list[OwnFields]]:
         """Start the header exchange of a step; pass its result to `agreement`.
 
@@ -102,7 +102,7 @@ class Reducer:
             flags: 0 to 2**14 - 1. missing: whether this rank lacks a gradient.
             overlapped: whether this rank has passed gradients to opt.reduce().
             problem: why this rank's gradients cannot be used; all ranks raise it as InputError.
-            prepared: see `prepare`.
+            rows: the hash of prepared gradients, see `prepare`; else that of some parameters, see `MovingWindow`.
         """
         if samples is not None and samples > _SAMPLES:
             problem = (
@@ -115,8 +115,7 @@ class Reducer:
             f"op={self._op.value} bucket_bytes={self.bucket_bytes} compression={self._compression.name} "
             f"nonfinite={nonfinite} accumulate={self._options.accumulate} sharded={self._options.sharded} {settings}"
         ).strip()
-        preparation = 0 if prepared is None else prepared.hash
-        return functions.current().check("step", title, lines, settings, note, problem, rows=preparation)
+        return functions.current().check("step", title, lines, settings, note, problem, rows=rows)
 
     def agreement(self, fields: list[OwnFields]) -> Agreement:
         """Interpret the fields of all ranks. Raises InputError on all ranks if their samples cannot be weighted."""
@@ -124,13 +123,13 @@ class Reducer:
         self.overlapped = any(note & _OVERLAPPED for note in notes)
         self.weight = self._weight(notes)
         flags, any_missing = _flags_of(notes)
-        return Agreement(self.weight, flags, any_missing, same_preparation=len({each.rows for each in fields}) == 1)
+        return Agreement(self.weight, flags, any_missing, [each.rows for each in fields])
 
-    def exchange_flags(self, title: str, flags: int, missing: bool, problem: str) -> tuple[list[int], bool]:
-        """Exchange flags only. Returns those of all ranks, and whether a rank lacks a gradient. Collective."""
+    def exchange_flags(self, title: str, flags: int, missing: bool, problem: str = "", rows: int = 0) -> Agreement:
+        """As `start_negotiation` and `agreement`, for flags, missing gradients, a problem and rows only. Collective."""
         note = _UNCOUNTED | _MISSING * missing | flags << _FLAGS_SHIFT
-        fields = functions.current().check("step", title, note=note, problem=problem).wait()
-        return _flags_of([each.note for each in fields])
+        fields = functions.current().check("step", title, note=note, problem=problem, rows=rows).wait()
+        return Agreement(self.weight, *_flags_of([each.note for each in fields]), [each.rows for each in fields])
 
     def _weight(self, notes: list[int]) -> float | None:
         active = functions.current().active

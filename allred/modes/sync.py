@@ -63,21 +63,24 @@ def reduce_gradients(
         flags |= DEFERRED if defers else checks.scan(plan, values, given.plain)
     # Negotiate.
     missing = not given.plain and any(value is None for value in values)
+    rows = checks.window(plan, given, values) if prepared is None and not problem else 0
     with span("negotiate", title):
         fields = reducer.start_negotiation(
-            title, plan.lines, settings, given.samples, flags, missing, overlapped, problem, prepared=prepared
-        ).wait()
+            title, plan.lines, settings, given.samples, flags, missing, overlapped, problem,
+            rows if prepared is None else prepared.hash,
+        ).wait()  # fmt: skip
     agreement = reducer.agreement(fields)
     all_flags, checks_finite = agreement.flags, _all_have(DEFERRED, agreement)
-    if not (agreement.same_preparation and _all_have(PREPARED, agreement)):
+    windows = [] if any(flag & PREPARED for flag in all_flags) else agreement.rows
+    if not (len(set(agreement.rows)) == 1 and _all_have(PREPARED, agreement)):
         prepared = None
     if not checks_finite and any(flag & DEFERRED for flag in all_flags):
         flags |= checks.scan(plan, values, given.plain) if defers else 0
-        all_flags, _ = reducer.exchange_flags(f"{title}: scan of the gradients", flags, missing, "")
+        all_flags = reducer.exchange_flags(f"{title}: scan of the gradients", flags, missing).flags
     if agreement.any_missing:
         values = reducer.fill_missing(given.tensors, values, given.leaves)
     # Check.
-    if not checks.passes(all_flags, plan, values, given.params):
+    if not checks.passes(all_flags, windows, plan, values, given.params):
         return None
     # Reduce.
     nonfinite = reducer.allreduce_(plan, values, agreement.weight, checks_finite, prepared)

@@ -175,6 +175,23 @@ def disjoint(group: list[Any]) -> bool:
     return usable and next(overlaps(group), None) is None
 
 
+def hash_elements(group: list[Any], first: int, start: int, count: int) -> int | None:
+    """Return a hash of `count` elements of C-contiguous numpy arrays: from element `start` of array `first` on, then
+    those of the arrays behind it. None if another value is among these. See csrc/match.c."""
+    total = 0
+    for array in group[first:] if count else ():
+        if type(array) is not np.ndarray or not array.flags.c_contiguous:
+            return None
+        part = array.reshape(-1)[start : start + count]
+        start, count = 0, count - part.size
+        if part.size:
+            total = (total ^ hashes([part])[0]) * 0x9E3779B97F4A7C15 % 2**64  # allred_mix in csrc/header.h
+            total ^= total >> 29
+        if not count:
+            break
+    return total
+
+
 def _matches(tensor: Any, param: Any, grad: Any) -> bool:
     return (
         type(param) is np.ndarray

@@ -408,8 +408,9 @@ def test_a_step_that_has_begun_must_end_first(rank, size, settled):
 
     def train():
         for _ in range(settled):
-            opt.reduce("a", np.ones(4))
-            opt.step(params, {"a": None})
+            grads = {"a": np.ones(4)}
+            opt.reduce("a", grads["a"])
+            opt.step(params, grads)
         opt.reduce("a", np.ones(4))
         if rank > 0:
             opt.step(params, {"a": np.ones(4)})

@@ -6,7 +6,7 @@ no rank has a gradient for are not compared: they may differ on purpose, like ru
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ _hash_name = functools.lru_cache(maxsize=2**16)(hash_text)
 _NAMED = 3  # differences named in an error; the others are counted
 # A stale first gradient is normal up to this number of updates per worker, and up to this time after a pull.
 _STALE_STEPS, _LATE_S = 10, 1.0
+_BLOCK = 2**14  # elements that are hashed together, and exchanged, to find the first one that differs
 _NUMBERS = (int, float, np.number)
 _COMPARABLE = (*_NUMBERS, np.ndarray)
 
@@ -68,13 +69,10 @@ def fingerprint(parts: Sequence[Part]) -> int:
 
 
 def table(parts: Sequence[Part]) -> Table:
-    """Return the text to compare of each part: numbers as they are; dtype, shape and hash of arrays. All NaN are equal:
-    the payload of a NaN in a sum may differ between ranks."""
+    """Return the text to compare of each part: numbers as they are; dtype, shape and hash of arrays."""
     found = {}
     for part in parts:
-        value = part.value
-        if arrays.is_float(value.dtype):
-            value = np.where(np.isnan(value), np.full((), np.nan, value.dtype), value)
+        value = _comparable(part.value)
         number = part.kind == "setting" or (part.kind == "state" and not value.ndim)
         (hashed,) = native.hashes([arrays.as_bytes(value)])
         found[part.kind, part.name] = (
@@ -83,8 +81,53 @@ def table(parts: Sequence[Part]) -> Table:
     return found
 
 
+def _comparable(value: Array) -> Array:
+    """Make all NaN equal: the payload of a NaN in a sum may differ between ranks."""
+    if arrays.is_float(value.dtype):
+        return np.where(np.isnan(value), np.full((), np.nan, value.dtype), value)
+    return value
+
+
+def differing(tables: list[Table]) -> list[tuple[str, str]]:
+    """Return kind and name of the parts that differ between ranks. tables: of all ranks."""
+    keys = list(dict.fromkeys(key for each in tables for key in each))
+    return [key for key in keys if len({each.get(key) for each in tables}) > 1]
+
+
+def first_values(
+    parts: Sequence[Part], keys: list[tuple[str, str]], ranks: Sequence[int], exchange: Callable[[Any], list[Any]]
+) -> dict[tuple[str, str], str]:
+    """Describe the first element that differs of the arrays that an error names. Collective.
+
+    keys: the result of `differing`. exchange: returns the objects of all ranks. Only ranks that drift apart call it, so
+    it may take two exchanges for each array: hashes of blocks, then the first block that differs.
+    """
+    own = {(part.kind, part.name): part.value for part in parts}
+    found = {}
+    for key in keys[:_NAMED]:
+        value = None if key not in own else _comparable(np.ascontiguousarray(own[key])).reshape(-1)
+        blocks = [] if value is None else [value[i : i + _BLOCK] for i in range(0, value.size, _BLOCK)]
+        layout = None if value is None else arrays.describe(own[key].shape, value.dtype)
+        everyone = exchange((layout, native.hashes([arrays.as_bytes(block) for block in blocks])))
+        if len({other for other, _ in everyone}) > 1 or value is None or not own[key].ndim:
+            continue  # the error names the difference
+        block = next(i for i in range(len(blocks)) if len({hashes[i] for _, hashes in everyone}) > 1)
+        values = exchange(blocks[block])
+        at = next(i for i in range(len(values[0])) if len({row[i].tobytes() for row in values}) > 1)
+        place = [int(index) for index in np.unravel_index(block * _BLOCK + at, own[key].shape)]
+        texts = by_rank([str(row[at]) for row in values], ranks).replace(";", ",")
+        found[key] = f" (the first element, {place}, is {texts})"
+    return found
+
+
 def verdict(
-    tables: list[Table], step: int, equal_at: int, outside: list[int], ranks: Sequence[int], missed: bool = False
+    tables: list[Table],
+    step: int,
+    equal_at: int,
+    outside: list[int],
+    ranks: Sequence[int],
+    missed: bool = False,
+    values: dict[tuple[str, str], str] | None = None,
 ) -> str:
     """Describe what differs on which ranks; "" if nothing does. The same text on every rank.
 
@@ -95,15 +138,18 @@ def verdict(
         outside: by rank: updates that its optimizer has made without its wrapper.
         ranks: the numbers of the ranks.
         missed: whether some ranks have missed steps because they had joined.
+        values: the result of `first_values`.
     """
-    keys = list(dict.fromkeys(key for each in tables for key in each))
-    differing = [key for key in keys if len({each.get(key) for each in tables}) > 1]
-    if not differing:
+    keys = differing(tables)
+    if not keys:
         return ""
-    words = [_difference(key, [each.get(key, "missing") for each in tables], ranks) for key in differing[:_NAMED]]
-    more = f"; and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
+    words = [
+        _difference(key, [each.get(key, "missing") for each in tables], ranks) + (values or {}).get(key, "")
+        for key in keys[:_NAMED]
+    ]
+    more = f"; and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
     since = f"after step {equal_at} and before step {step}" if equal_at else f"before step {step}"
-    remedy = _remedy(differing, equal_at, outside, ranks, missed)
+    remedy = _remedy(keys, equal_at, outside, ranks, missed)
     return (
         f"the ranks have drifted apart {since}: {'; '.join(words)}{more}. {remedy}; "
         "ALLRED_CHECK_STEPS=0 switches this check off"
@@ -121,13 +167,11 @@ def _difference(key: tuple[str, str], texts: list[str], ranks: Sequence[int]) ->
     return f"{name} {how} on {named('rank', [rank for rank, _ in odd])}"
 
 
-def _remedy(
-    differing: list[tuple[str, str]], equal_at: int, outside: list[int], ranks: Sequence[int], missed: bool
-) -> str:
+def _remedy(keys: list[tuple[str, str]], equal_at: int, outside: list[int], ranks: Sequence[int], missed: bool) -> str:
     if any(outside):
         each = by_rank([str(count) for count in outside], ranks).replace(";", ",")
         return f"The optimizer has made updates outside of this wrapper ({each}); let all go through the wrapper's step"
-    if any(kind == "setting" for kind, _ in differing):
+    if any(kind == "setting" for kind, _ in keys):
         return "Give every rank the same optimizer settings; they are not broadcast"
     if missed:
         return (

@@ -1,6 +1,7 @@
 """`MistakeChecks`: the checks for silent mistakes that a distributed optimizer or gradient function makes at each step.
 
-Every step: a scan of this rank's gradients, unless the reduction checks its results, and flags in the header exchange.
+Every step: a scan of this rank's gradients, unless the reduction checks its results; flags, and a hash of some of the
+parameters, in the header exchange.
 In the steps of a check, and where a rank has a reason for one: one more header exchange, with two hashes. More is
 exchanged only if something is wrong. A result or error follows from what all ranks know, so it is the same on all.
 
@@ -19,9 +20,9 @@ from allred.comm.header import mix
 from allred.errors import DriftError, InputError, NonFiniteError
 from allred.fusion import Plan
 from allred.gpu.device_arrays import leading_bytes
-from allred.modes.detect import drift, finite
+from allred.modes.detect import drift, finite, moving_window
 from allred.modes.detect.batch_arguments import BatchArguments
-from allred.modes.options import StepOptions
+from allred.modes.options import StepInput, StepOptions
 
 # Flags, in addition to those of finite.py: this rank requests
 _CHECK = 4  # a comparison of parameters and gradients
@@ -43,6 +44,7 @@ class MistakeChecks:
         self._updates = None if optimizer is None else updates_of(optimizer)
         self._duplicates = DuplicateBatch(title)
         self._batches = BatchArguments(title)
+        self._window = moving_window.MovingWindow()
         self._samples: int | None = None  # of the current step on this rank
         self._found: dict[str, str] = {}  # gradients of the current step that are not finite, in `scan_bucket`
         self.steps = 0  # completed negotiations, those of the root after a broadcast
@@ -78,12 +80,21 @@ class MistakeChecks:
             self._found |= finite.describe(plan, values)
         return flags
 
-    def passes(self, flags: list[int], plan: Plan, values: Sequence[Any], params: Any) -> bool:
+    def window(self, plan: Plan, given: StepInput, values: list[Any]) -> int:
+        """Return the hash of the parameters that the ranks compare in this step; 0 if they compare none."""
+        if self._optimizer is None or not world.config().check_steps or functions.current().size == 1:
+            return 0
+        return self._window.hash(self.steps, plan, given.leaves, values, given.plain)
+
+    def passes(self, flags: list[int], windows: list[int], plan: Plan, values: Sequence[Any], params: Any) -> bool:
         """Make the requested comparisons before the reduction. Return whether the gradients are used. flags: of all
-        ranks. Raises DriftError, InputError, MismatchError or NonFiniteError on all ranks."""
+        ranks. windows: the result of `window` of all ranks. Raises DriftError, InputError, MismatchError or
+        NonFiniteError on all ranks."""
         if any(flag & _BATCHES for flag in flags):
             self._batches.compare(self.steps + 1)
         if any(flag & _CHECK for flag in flags):
+            self._duplicates.compare(self._compare_ranks(plan, values, params))
+        elif moving_window.differ(windows):
             self._compare_ranks(plan, values, params)
         self.steps += 1
         if any(flag & finite.NONFINITE for flag in flags):
@@ -102,9 +113,19 @@ class MistakeChecks:
             return self._refuse(problem)
         return True
 
-    def passes_overlapped(self, flags: list[int], plan: Plan, values: Sequence[Any], nonfinite: int | None) -> bool:
+    def passes_overlapped(
+        self,
+        flags: list[int],
+        windows: list[int],
+        plan: Plan,
+        values: Sequence[Any],
+        params: Any,
+        nonfinite: int | None,
+    ) -> bool:
         """As `passes` and `passes_reduced`, for gradients that were scanned by `scan_bucket`, or checked by their
         reductions."""
+        if moving_window.differ(windows):
+            self._compare_ranks(plan, values, params)
         self.steps += 1
         if any(flag & finite.NONFINITE for flag in flags):
             return self._refuse_nonfinite(self._found)
@@ -136,8 +157,9 @@ class MistakeChecks:
             "nonfinite='ignore' uses such gradients"
         )
 
-    def _compare_ranks(self, plan: Plan, values: Sequence[Any], params: Any) -> None:
-        """Compare what must be equal on all ranks and what must differ. Raises DriftError or InputError on all."""
+    def _compare_ranks(self, plan: Plan, values: Sequence[Any], params: Any) -> list[int]:
+        """Compare what must be equal on all ranks. Raises DriftError or InputError on all. Return the hashes of their
+        gradients."""
         parts, note, problem = [], 0, ""
         try:
             trained = {tensor.name for tensor, value in zip(plan.tensors, values, strict=True) if value is not None}
@@ -151,8 +173,8 @@ class MistakeChecks:
         notes = [each.note for each in functions.current().check("step", title, note=note, problem=problem).wait()]
         if len({note >> _BITS for note in notes}) > 1:
             self._raise_drift(parts)
-        self._duplicates.compare([note % 2**_BITS for note in notes])
         self._equal_at = self.steps + 1
+        return [note % 2**_BITS for note in notes]
 
     def _raise_drift(self, parts: list[drift.Part]) -> None:
         """Find the parts that differ. Raises DriftError, unless only the payloads of NaN differ."""
@@ -162,7 +184,11 @@ class MistakeChecks:
         tables, counts, steps, equal_at = (list(each) for each in zip(*everyone, strict=True))
         ranks = functions.current().active.ranks
         missed_steps = len(set(steps)) > 1  # by ranks that had joined
-        if problem := drift.verdict(tables, max(steps), max(equal_at), counts, ranks, missed_steps):
+        title = f"{self._title}: where it differs"
+        values = drift.first_values(
+            parts, drift.differing(tables), ranks, lambda mine: functions.allgather_object(mine, title)
+        )
+        if problem := drift.verdict(tables, max(steps), max(equal_at), counts, ranks, missed_steps, values):
             raise DriftError(f"{self._title}: {problem}")
 
 

@@ -5,6 +5,8 @@ import pytest
 
 from allred import arrays, native, nest, optim
 from allred.errors import InputError
+from allred.fusion import Plan, Tensor
+from allred.modes.detect.moving_window import MovingWindow, differ
 from allred.native import twins
 
 F4 = np.float32
@@ -268,3 +270,50 @@ def test_overlaps_are_those_of_the_elements():
         assert {(j, i) for i, j in found if i != j} == pairs
         assert repeated <= {i for i, j in found if i == j}
         assert not any(views[i].flags.forc for i, j in found if i == j)
+
+
+def test_a_hash_of_some_elements_is_the_same_in_c_and_numpy():
+    random = np.random.default_rng(1)
+    kinds = [(5, "f4"), (0, "f8"), (3000, "f2"), (1, "i8"), (64, "f8")]
+    group = [random.normal(size=n).astype(dtype) for n, dtype in kinds] + [random.normal(size=(4, 4))]
+    for part in [(0, 0, 10), (0, 4, 1), (1, 0, 7), (2, 2999, 3), (2, 10, 5000), (5, 0, 100), (6, 0, 9), (0, 0, 0)]:
+        assert native.hash_elements(group, *part) == twins.hash_elements(group, *part)
+    for other in (group[5].T, 3.0, None):
+        mixed = [*group[:5], other]
+        assert native.hash_elements(mixed, 4, 0, 64) == twins.hash_elements(group, 4, 0, 64)
+        assert native.hash_elements(mixed, 4, 0, 65) is twins.hash_elements(mixed, 4, 0, 65) is None
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_the_window_covers_each_element_once(order):
+    random, shapes = np.random.default_rng(2), [(50, 30), (), (0, 4), (1023,), (700, 2), (1,)]
+    params = [np.array(random.normal(size=shape), np.float32, order=order) for shape in shapes]
+    plan = Plan(tuple(Tensor(str(i), param.shape, param.dtype) for i, param in enumerate(params)), 2**20)
+    window, windows = MovingWindow(), -(-sum(param.size for param in params) // 1024)
+
+    def hashes(plain):
+        return [window.hash(step, plan, params, params, plain) for step in range(windows)]
+
+    before = hashes(True)
+    assert before == hashes(False)
+    for param in params:
+        for index in {0, param.size // 2, param.size - 1} if param.size else ():
+            param[np.unravel_index(index, param.shape)] += 1
+            after = hashes(order == "C")
+            assert sum(one != other for one, other in zip(before, after, strict=True)) == 1
+            before = after
+
+
+@pytest.mark.parametrize(
+    ("hashes", "expected"),
+    [
+        ([5 << 16] * 3, False),
+        ([5 << 16, 6 << 16], True),
+        ([5 << 16, 0], False),
+        ([0, 0], False),
+        ([5 << 16 | 1, 6 << 16 | 2], False),
+        ([5 << 16 | 1, 7 << 16 | 2, 6 << 16 | 1], True),
+    ],
+)
+def test_only_ranks_that_lack_the_same_gradients_are_compared(hashes, expected):
+    assert differ(hashes) is expected
