@@ -29,7 +29,7 @@ $(error MPI=$(MPI) is not one of mpich, openmpi)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-torch test test-unit test-parallel test-integration test-full test-torch test-slurm test-sge test-kubernetes test-spark fuzz sanitize cuda test-gpu bench-gpu bench-gpu-host gpu-environment loops bench bench-torch lint types api diagram docs format clean
+.PHONY: help demo demo-torch test test-model test-unit test-parallel test-integration test-full test-torch test-slurm test-sge test-kubernetes test-spark fuzz sanitize cuda test-gpu bench-gpu bench-gpu-host gpu-environment loops bench bench-torch lint types api diagram docs format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -113,6 +113,13 @@ bench-gpu: gpu-environment ## the same machine: allred on device arrays against 
 
 fuzz: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## random collectives and faults for T=60 seconds, from a new seed
 	$(VENV_mpich)/bin/python tests/fuzz/fuzz.py --seconds $(or $(T),60)
+
+# The model of the surface, N scenarios from a new seed or from SEED; SURFACE="optimizers data": these surfaces only.
+N ?= 1000
+SEED ?=
+SURFACE ?=
+test-model: $(VENV_mpich)/.test ## random scenarios of the whole surface against an oracle; N=10000 SEED=7 SURFACE=optimizers
+	$(VENV_mpich)/bin/python tests/model/model.py --number $(N) $(if $(SEED),--seed $(SEED)) $(if $(SURFACE),--surface $(SURFACE)) $(T)
 
 sanitize: ## the C core under sanitizers, and every order in which ranks can take its steps
 	$(MAKE) -j$$(nproc) -f tests/csrc/Makefile sanitize

@@ -18,7 +18,7 @@ from allred.fusion import Plan
 from allred.gpu.device_arrays import is_device
 
 _ELEMENTS = 1024
-_PATTERN = 2**16 - 1  # the bits of a result that are a hash of which gradients of the window this rank lacks
+_PATTERN = 2**16 - 1  # the bits of a result that depend on which gradients this rank lacks, a hash of them
 
 
 class MovingWindow:

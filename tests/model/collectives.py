@@ -1,0 +1,61 @@
+"""Scenarios of the collectives: operations and oracle of tests/fuzz, some with a wrong call of one rank.
+
+After a wrong call all ranks have raised the same error, and the next operation works.
+"""
+
+import dataclasses
+import pathlib
+import random
+import sys
+from collections.abc import Iterator
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "fuzz"))
+
+import calls
+import plan
+from arithmetic import difference, expected, inputs, without_nan_payload
+
+import allred
+from allred.errors import AllredError, InputError, MismatchError
+
+
+def scenario(rng: random.Random, size: int) -> plan.Job:
+    operations = []
+    for _ in range(rng.randint(1, 6)):
+        operation = plan._operation(rng, size)
+        operations.append(dataclasses.replace(operation, delays=(0.0,) * size))
+    rank, where = rng.randrange(size), rng.randrange(len(operations))
+    fault = plan._wrong(rng, rank, where, tuple(operations)) if size > 1 and rng.random() < 0.4 else plan.Fault()
+    job = plan.Job(rng.randrange(2**31), size, "", "", "", tuple(operations), dataclasses.replace(fault, caught=True))
+    return plan._compressed(job)
+
+
+def check(job: plan.Job, directory: pathlib.Path) -> Iterator[tuple[str, str]]:
+    rank = allred.rank()
+    for index in range(len(job.operations)):
+        wrong = job.fault.kind == "wrong" and job.fault.operation == index
+        operation = plan.called(job, rank, index)
+        place = index + (wrong and job.fault.change == "next" and job.fault.rank == rank)
+        rng = random.Random(f"{job.seed} {index} {rank}")
+        call = calls.Call(operation, inputs(job, place, operation, rank), rank, job.ranks, rng)
+        try:
+            wait = None if wrong or rng.random() < 0.5 else call.start()
+            results, error = call.run() if wait is None else wait(), None
+        except AllredError as raised:
+            results, error = [], raised
+        if wrong or error:
+            yield _refused(job, call, error), f"{type(error).__name__}: {error}"
+            continue
+        problem, bits = "", b""
+        for got, want in zip(results, expected(job, index, operation, rank), strict=True):
+            problem = problem or difference(got, want, exactly=False)
+            bits += without_nan_payload(got) if want.everywhere else b""
+        problem = problem or ("" if call.right_memory(results) else "the result is in the wrong memory")
+        yield problem and f"operation {index}, {operation}: {problem}", bits.hex()[-64:]
+
+
+def _refused(job: plan.Job, call: calls.Call, error: AllredError | None) -> str:
+    kinds = (InputError,) if job.fault.change == "unusable" else (MismatchError,)
+    if job.fault.kind != "wrong" or not isinstance(error, kinds):
+        return f"{call.operation}: {type(error).__name__}: {error}, with {job.fault}"
+    return "" if call.untouched() else f"{call.operation}: a call that raised an error changed its arguments"

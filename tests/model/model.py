@@ -1,0 +1,84 @@
+"""The model of the surface: random scenarios, each compared with an oracle after every action.
+
+    python tests/model/model.py --surface optimizers --number 1000 --seed 7       under mpirun, in all worlds
+    python tests/model/model.py --surface optimizers --seed 123 --number 1 --ranks 3 --world shm     one scenario
+
+A surface is a module with `scenario(rng, size)`, which makes a scenario from a `random.Random`, and `check(scenario,
+directory)`, a generator that runs it on this rank. It yields after each action two texts: the difference from the
+oracle, or ""; and what must be equal on all ranks, None on a rank that takes no part. The seed of a failure is printed.
+The scenario follows from the seed and the number of ranks. test_model.py runs scenarios in threads, where hypothesis
+makes a failure shorter.
+"""
+
+import argparse
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+HERE = pathlib.Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "integration"))
+
+SURFACES = ("optimizers", "collectives", "data")
+# By name: environment variables.
+WORLDS = {
+    "shm": {},
+    "no arenas": {"ALLRED_ARENA": "0"},
+    "tcp": {"ALLRED_TRANSPORT": "tcp"},
+    "mpi": {"ALLRED_BACKEND": "mpi"},
+}
+NODES = {2: "1,1", 3: "2,1", 4: "2,2"}  # of world tcp: numbers of ranks on pretended nodes
+BATCH = 100  # scenarios of a job
+
+
+def main() -> int:
+    arguments = _arguments()
+    failures, done, start = [], 0, time.monotonic()
+    seed, jobs = arguments.seed, [(ranks, world) for world in arguments.world for ranks in arguments.ranks]
+    while done < arguments.number and (not arguments.seconds or time.monotonic() - start < arguments.seconds):
+        surface = arguments.surface[done // BATCH % len(arguments.surface)]
+        ranks, world = jobs[done // BATCH // len(arguments.surface) % len(jobs)]
+        last = seed + min(BATCH, arguments.number - done)
+        while seed < last:  # again behind a scenario that failed
+            failed, text = play(surface, ranks, world, seed, last)
+            if failed is None:
+                break
+            failures.append(f"--surface {surface} --seed {failed} --number 1 --ranks {ranks} --world {world!r}")
+            print(f"FAILED {failures[-1]}\n{text}", flush=True)
+            seed = failed + 1
+        done, seed = done + BATCH, last
+    print(f"{min(done, arguments.number)} scenarios in {time.monotonic() - start:.0f} s, {len(failures)} failures")
+    print(*failures, sep="\n")
+    return bool(failures)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--surface", nargs="+", choices=SURFACES, default=list(SURFACES))
+    parser.add_argument("--number", type=int, default=1000, help="of scenarios")
+    parser.add_argument("--seconds", type=float, default=0, help="stop after this time; default: no limit")
+    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4)), help="of the first scenario")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4])
+    parser.add_argument("--world", nargs="+", choices=WORLDS, default=list(WORLDS))
+    return parser.parse_args()
+
+
+def play(surface: str, ranks: int, world: str, first: int, last: int) -> tuple[int | None, str]:
+    """Run scenarios as one job. Return the seed of the first one that failed, and the output; None if none did."""
+    program = [sys.executable, str(HERE / "rank_program.py"), surface, str(first), str(last)]
+    environment = os.environ | WORLDS[world] | {"ALLRED_TIMEOUT_S": "30", "ALLRED_BANNER": "0", "OMP_NUM_THREADS": "1"}
+    environment |= {"ALLRED_PRETEND_NODES": NODES[ranks]} if world == "tcp" and ranks > 1 else {}
+    mpirun = pathlib.Path(sys.executable).parent / "mpirun"
+    command = ["timeout", "-k", "5", str(60 + last - first), mpirun, "-np", str(ranks), *program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    lines = (done.stdout + done.stderr).splitlines()
+    if f"passed {first} to {last}" in lines and done.returncode == 0:
+        return None, ""
+    started = [int(line.split()[1]) for line in lines if line.startswith("scenario ")]
+    text = "\n".join(line for line in lines if not line.startswith(("scenario ", "Abort(")))
+    return max(started, default=first), text[-6000:]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,577 @@
+"""Scenarios of `allred.distributed` for numpy optimizers, and an oracle: one process, with the optimizer unwrapped.
+
+A scenario is a tree of parameters, options, and actions: steps with gradients of each rank (some of them faulty),
+broadcasts, checkpoints, states, changes by the program, and rounds of `Join`. After each action a rank compares
+parameters, state and counters with the oracle, and yields what must be equal on all ranks: bits of parameters, texts of
+errors.
+"""
+
+import copy
+import dataclasses
+import pathlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import trees
+
+import allred
+from allred import nest, optim
+from allred.errors import AllredError, DriftError, InputError, MismatchError, NonFiniteError
+
+FAULTS = ["shape", "extra", "negative samples", "some samples", "dtype", "integer", "nan", "inf", "nan", "inf"]
+_NOT_OF_FUNCTIONS = (
+    "shape",
+    "extra",
+    "integer",
+    "negative samples",
+    "some samples",
+)  # they know no parameters and no samples
+OPTIMIZERS = {
+    "SGD": lambda: optim.SGD(lr=0.5),
+    "momentum": lambda: optim.SGD(lr=0.5, momentum=0.75, weight_decay=0.125),
+    "Adam": lambda: optim.Adam(lr=0.25, eps=0.5),
+    "Adagrad": lambda: optim.Adagrad(lr=0.5, eps=0.5),
+    "own": lambda: Descent(0.5),
+}
+
+
+class Descent:
+    """An optimizer of the program, without a state."""
+
+    def __init__(self, lr: float) -> None:
+        self.lr = lr
+
+    def step(self, params: Any, grads: Any) -> None:
+        for (_, param), (_, grad) in zip(nest.leaves(params), nest.leaves(grads), strict=True):
+            if grad is not None:
+                param[...] = param - self.lr * np.asarray(grad, np.float64)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Gradients(trees.Plan):
+    """The gradients of one micro-step of one rank."""
+
+    seed: int
+    samples: int | None = None
+    missing: frozenset[int] = frozenset()
+    leaves: tuple[trees.Leaf, ...] | None = None  # layouts and ties, if not those of contiguous arrays
+    form: str = "arrays"  # or "numbers" where 0-d, or "read-only"
+    early: tuple[int, ...] = ()  # passed to opt.reduce() before
+    fault: str = ""
+    place: int = 0  # the leaf of the fault
+
+    @property
+    def given_samples(self) -> int | None:
+        if self.fault == "negative samples":
+            return -1
+        return (5 if self.samples is None else None) if self.fault == "some samples" else self.samples
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Action(trees.Plan):
+    """kind: a method of `Oracle` and `Rank`. gradients: by micro-step and rank. number: what the kind needs."""
+
+    kind: str
+    gradients: tuple[tuple[Gradients, ...], ...] = ()
+    number: int = 0
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Scenario(trees.Plan):
+    size: int
+    tree: trees.Tree
+    seed: int
+    optimizer: str
+    options: dict[str, Any]
+    scaled: bool
+    wide: bool  # float64 gradients of float32 parameters
+    function: bool  # a gradient function with a plain optimizer
+    early: bool  # gradients are passed to opt.reduce() in some steps
+    shares: bool
+    members: tuple[int, ...]
+    actions: tuple[Action, ...]
+
+
+# ---- Scenarios
+
+
+def scenario(rng: random.Random, size: int) -> Scenario:
+    members = tuple(range(size))
+    if size > 1 and rng.random() < 0.15:
+        members = tuple(sorted(rng.sample(range(size), rng.randint(1, size))))
+    function = rng.random() < 0.12
+    dtypes = rng.choice([["f4"], ["f8"], ["f4", "f8"], ["f4", "f2"], ["bf16", "f4"], list(trees.DTYPES)])
+    tree = trees.tree(rng, dtypes, ties=rng.random() < 0.25)
+    options = {} if function else _options(rng)
+    if rng.random() < 0.2:
+        options["compression"] = rng.choice([allred.Compression.fp16, allred.Compression.bf16])
+    if rng.random() < 0.3:
+        options["bucket_bytes"] = rng.choice([16, 64, 4096])
+    wide, options["op"] = rng.random() < 0.1, rng.choice([allred.Average, allred.Average, allred.Sum])
+    made = Scenario(
+        size=size,
+        tree=tree,
+        seed=rng.randrange(2**16),
+        optimizer=rng.choice(list(OPTIMIZERS)),
+        options=options,
+        scaled=not function and options.get("nonfinite") in (None, "skip") and rng.random() < 0.15,
+        wide=wide,
+        function=function,
+        early=rng.random() < 0.3 and "accumulate" not in options and not function and not wide,
+        shares=bool(options.get("sharded")) and rng.random() < 0.5,
+        members=members,
+        actions=(),
+    )
+    kinds = ["step"] * 10 + ["broadcast", "state", "save", "restore", "lr"]
+    kinds += [] if made.shares else ["change", "rebind", "drift"]
+    kinds += ["join"] if len(members) == size and not function else []
+    kinds = ["step", "step", "step", "change"] if function else kinds
+    if len(set(tree.names)) < len(tree.names):
+        kinds = ["step"]
+    actions: list[Action] = []
+    for _ in range(rng.randint(1, 7)):
+        action = _action(rng, made, rng.choice(kinds))
+        actions += [Action("broadcast"), action] if action.kind == "join" else [action]  # join() knows its parameters
+    return dataclasses.replace(made, actions=tuple(actions))
+
+
+def _options(rng: random.Random) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if rng.random() < 0.3:
+        options["accumulate"] = rng.randint(2, 3)
+    if rng.random() < 0.4:
+        options["nonfinite"] = rng.choice(["raise", "skip", "ignore"])
+    if rng.random() < 0.2:
+        options["clip_norm"] = rng.choice([0.5, 1.0, 100.0])
+    if rng.random() < 0.25:
+        options["sharded"] = True
+    return options
+
+
+def _action(rng: random.Random, made: Scenario, kind: str) -> Action:
+    if kind not in ("step", "join", "drift"):
+        return Action(kind, number=rng.randrange(2**10))
+    micro_steps, ranks = made.options.get("accumulate", 1), len(made.members)
+    counts = rng.choice(["unknown", "unknown", "equal", "uneven"])
+    counts = "unknown" if made.function or kind != "step" else counts
+    missing = rng.random() < 0.3 and kind == "step"
+    early = made.early and rng.random() < 0.7
+    grads = [[_gradients(rng, made, counts, missing, early) for _ in range(ranks)] for _ in range(micro_steps)]
+    if kind != "step":  # ranks that have joined do not learn of an error; a difference is the only problem of a drift
+        grads = [[Gradients(each.seed) for each in micro] for micro in grads]
+    if rng.random() < 0.3 and kind == "step":
+        micro, rank, faults = rng.randrange(micro_steps), rng.randrange(ranks), FAULTS
+        place = rng.randrange(len(made.tree.leaves)) if made.tree.leaves else 0
+        faults = [fault for fault in FAULTS if not (made.function and fault in _NOT_OF_FUNCTIONS)]
+        if made.early and ranks == 1:  # the agreed order has dtypes too
+            faults = [fault for fault in faults if fault not in ("dtype", "integer")]
+        grads[micro][rank] = dataclasses.replace(grads[micro][rank], fault=rng.choice(faults), place=place)
+    return Action(kind, tuple(map(tuple, grads)), rng.randrange(2**10))
+
+
+def _gradients(rng: random.Random, made: Scenario, counts: str, missing: bool, early: bool) -> Gradients:
+    leaves, indices = made.tree.leaves, range(len(made.tree.leaves))
+    layouts = None
+    if rng.random() < 0.2 and len(indices) < 10:
+        plain = [dataclasses.replace(leaf, layout=rng.choice(trees.LAYOUTS[:5]), tie=None) for leaf in leaves]
+        layouts = tuple(plain)
+        same = [i for i in indices[1:] if leaves[i].shape == leaves[0].shape and leaves[i].dtype == leaves[0].dtype]
+        if same and rng.random() < 0.5:
+            how = rng.choice(["same", "overlap"]) if len(leaves[0].shape) == 1 else "same"
+            layouts = (*plain[: same[0]], dataclasses.replace(plain[same[0]], tie=(how, 0)), *plain[same[0] + 1 :])
+    lacks = frozenset(i for i in indices if missing and not made.function and rng.random() < 0.3)
+    names = [i for i in indices if i not in lacks]
+    return Gradients(
+        seed=rng.randrange(2**16),
+        samples={"unknown": None, "equal": 4, "uneven": rng.choice([0, 1, 3, 8])}[counts],
+        missing=lacks,
+        leaves=layouts,
+        form=rng.choice(["arrays"] * 6 + ["read-only"] + ["numbers"] * (not made.function)) if not early else "arrays",
+        early=tuple(rng.sample(names, rng.randint(0, len(names)))) if early else (),
+    )
+
+
+# ---- The arrays of a scenario
+
+
+def start_values(made: Scenario) -> list[np.ndarray]:
+    rng = np.random.default_rng(made.seed)
+    return [(rng.integers(-16, 17, leaf.shape) / 8).astype(trees.DTYPES[leaf.dtype]) for leaf in made.tree.leaves]
+
+
+def gradient_dtype(made: Scenario, index: int) -> np.dtype[Any]:
+    dtype = trees.DTYPES[made.tree.leaves[index].dtype]
+    return np.dtype("f8") if made.wide and dtype == np.dtype("f4") else dtype
+
+
+def gradient_values(made: Scenario, given: Gradients, scale: float) -> list[Any]:
+    """Return the gradients by leaf: arrays, numbers or None."""
+    rng = np.random.default_rng(given.seed)
+    values = []
+    for index, leaf in enumerate(made.tree.leaves):
+        value = np.asarray(rng.integers(-16, 17, leaf.shape) / 8 * scale).astype(gradient_dtype(made, index))
+        if index == given.place and given.fault in ("nan", "inf") and value.size:
+            value.reshape(-1)[-1] = float(given.fault)
+        values.append(value)
+    leaves = given.leaves or tuple(dataclasses.replace(leaf, layout="C", tie=None) for leaf in made.tree.leaves)
+    grads: list[Any] = trees.arrays(leaves, values)
+    for index, leaf in enumerate(made.tree.leaves):
+        if given.fault and index == given.place:
+            grads[index] = _with_fault(grads[index], given.fault)
+        elif given.form == "numbers" and not leaf.shape:
+            grads[index] = float(grads[index])
+        elif given.form == "read-only":
+            grads[index].flags.writeable = False
+    return [None if index in given.missing else grad for index, grad in enumerate(grads)]
+
+
+def _with_fault(grad: np.ndarray, fault: str) -> Any:
+    if fault == "shape":
+        return np.ones((*grad.shape, 2), grad.dtype)
+    if fault == "dtype":
+        return grad.astype("f8" if grad.dtype != np.dtype("f8") else "f4")
+    return np.ones(grad.shape, int) if fault == "integer" else grad
+
+
+# ---- The oracle
+
+
+class Refused(Exception):  # noqa: N818  (an outcome)
+    """All ranks raise one of these errors, and nothing changes."""
+
+    def __init__(self, *kinds: type[AllredError]) -> None:
+        self.kinds = kinds
+
+
+class Oracle:
+    """The same scenario in one process."""
+
+    def __init__(self, made: Scenario) -> None:
+        self.made = made
+        self.optimizer = OPTIMIZERS[made.optimizer]()
+        self.params = trees.arrays(made.tree.leaves, start_values(made))
+        self.scale = 8.0 if made.scaled else 1.0
+        self.step_count = self.skipped = 0
+        self.saved: Any = None
+
+    @property
+    def nest(self) -> Any:
+        return self.made.tree.fill(self.params)
+
+    def step(self, action: Action) -> None:
+        if len(set(self.made.tree.names)) < len(self.made.tree.names):
+            raise Refused(InputError)
+        self.reduce_and_apply(action.gradients, list(range(len(self.made.members))))
+
+    def reduce_and_apply(self, gradients: tuple[tuple[Gradients, ...], ...], ranks: list[int]) -> None:
+        """Apply the gradients of these ranks. Raises Refused."""
+        made = self.made
+        by_rank = [[gradient_values(made, micro[rank], self.scale) for micro in gradients] for rank in ranks]
+        given = [[micro[rank] for micro in gradients] for rank in ranks]
+        self._refuse(by_rank, given)
+        counts = [sum(g.given_samples or 0 for g in each) for each in given]
+        counted = given[0][0].given_samples is not None
+        if counted and not sum(counts):
+            raise Refused(InputError)
+        used = [not counted or bool(count) for count in counts]
+        local = [self._local_mean(grads, each) for grads, each in zip(by_rank, given, strict=True)]
+        policy = "skip" if made.scaled else made.options.get("nonfinite", "raise")
+        there = [grad for grads, use in zip(local, used, strict=True) if use for grad in grads if grad is not None]
+        if policy != "ignore" and not all(np.isfinite(grad).all() for grad in there):
+            if policy == "raise":
+                raise Refused(NonFiniteError)
+            self.skipped += 1
+            self.scale *= 0.5 if made.scaled else 1
+            return
+        mean = self._reduce(local, counts if counted else [1] * len(ranks), used)
+        mean = [None if grad is None else grad / self.scale for grad in mean]
+        if (limit := made.options.get("clip_norm")) is not None:
+            norm = np.sqrt(sum(float(np.square(grad).sum()) for grad in mean if grad is not None))
+            factor = limit / norm if limit < norm < np.inf else 1
+            mean = [None if grad is None else grad * factor for grad in mean]
+        self._apply(mean)
+
+    def _refuse(self, by_rank: list[list[list[Any]]], given: list[list[Gradients]]) -> None:
+        """Raise Refused with the classes of all problems; ranks may report any of them."""
+        made, faults, problems = self.made, {g.fault for each in given for g in each}, set[type[AllredError]]()
+        if self._is_present(given, ("shape", "extra")) or "negative samples" in faults:
+            problems.add(InputError)
+        if len({g.given_samples is None for each in given for g in each}) > 1:
+            problems.add(InputError)
+        kinds = [[self._kinds(grads) for grads in each] for each in by_rank]
+        if any(kind != each[0] for each in kinds for kind in each):
+            problems.add(InputError)  # micro-steps of a rank differ
+        floats_only = len(given[0]) > 1 or made.scaled or "clip_norm" in made.options or made.optimizer != "own"
+        if any(np.dtype(int) in each[0] for each in kinds) and (floats_only or made.options["op"] is allred.Average):
+            problems.add(InputError)
+        if any(each[0] != kinds[0][0] for each in kinds):
+            problems |= {MismatchError, InputError}  # InputError if opt.reduce() has agreed on dtypes
+        for each, grads in zip(given, by_rank, strict=True):
+            for one in each[0].early:
+                others = [a for i, a in enumerate(grads[0]) if i != one and isinstance(a, np.ndarray)]
+                if any(np.shares_memory(grads[0][one], other) for other in others):
+                    problems.add(InputError)
+        if problems:
+            raise Refused(*problems)
+
+    def _is_present(self, given: list[list[Gradients]], faults: tuple[str, ...]) -> bool:
+        """Whether a gradient with such a fault is not None."""
+        return any(
+            g.fault == "extra" or (g.fault in faults and g.place not in g.missing and self.made.tree.leaves)
+            for each in given for g in each
+        )  # fmt: skip
+
+    def _kinds(self, grads: list[Any]) -> list[np.dtype[Any]]:
+        """Return the dtypes. None and numbers have the dtype of the parameter."""
+        leaves = self.made.tree.leaves
+        return [
+            grad.dtype if isinstance(grad, np.ndarray) else trees.DTYPES[leaf.dtype]
+            for grad, leaf in zip(grads, leaves, strict=True)
+        ]
+
+    def _local_mean(self, micro_steps: list[list[Any]], given: list[Gradients]) -> list[Any]:
+        """Return the mean of a rank, in float64; None for a gradient that it lacks."""
+        weights = [1 if g.given_samples is None else g.given_samples for g in given]
+        means = []
+        for grads in zip(*micro_steps, strict=True):
+            kept = [
+                np.asarray(grad, np.float64) * weight
+                for grad, weight in zip(grads, weights, strict=True)
+                if grad is not None and (weight or len(given) == 1)
+            ]
+            if len(given) == 1:
+                means.append(None if grads[0] is None else np.asarray(grads[0], np.float64))
+            else:
+                means.append(sum(kept[1:], kept[0]) / max(sum(weights), 1) if kept else None)
+        return means
+
+    def _reduce(self, local: list[list[Any]], counts: list[int], used: list[bool]) -> list[Any]:
+        is_sum = self.made.options["op"] is allred.Sum
+        weights = [float(use) if is_sum else count for count, use in zip(counts, used, strict=True)]
+        reduced = []
+        for grads in zip(*local, strict=True):
+            present = [
+                grad * weight for grad, weight in zip(grads, weights, strict=True) if grad is not None and weight
+            ]
+            some = next((grad for grad in grads if grad is not None), None)
+            total = sum(present[1:], present[0]) if present else some
+            if some is not None and not present:
+                total = np.zeros_like(some)
+            reduced.append(None if some is None else np.asarray(total) / (1 if is_sum else sum(weights)))
+        return reduced
+
+    def _apply(self, mean: list[Any]) -> None:
+        grads = []
+        for index, grad in enumerate(mean):
+            dtype = gradient_dtype(self.made, index)
+            dtype = np.dtype("f4") if self.made.scaled and dtype.itemsize == 2 else dtype  # unscaled in float32
+            grads.append(None if grad is None else np.asarray(grad).astype(dtype))
+        self.optimizer.step(self.nest, self.made.tree.fill(grads))
+        self.step_count += 1
+
+    # The other actions.
+
+    def broadcast(self, action: Action) -> None: ...
+    def state(self, action: Action) -> None: ...
+    def rebind(self, action: Action) -> None: ...
+
+    def change(self, action: Action) -> None:
+        if self.params:
+            param = self.params[action.number % len(self.params)]
+            param[...] = param * param.dtype.type(0.5)
+
+    def save(self, action: Action) -> None:
+        self.saved = copy.deepcopy((self.params, self.optimizer, self.step_count, self.scale))
+
+    def restore(self, action: Action) -> None:
+        if self.saved is not None:
+            lr = self.optimizer.lr  # a setting, not a state
+            params, self.optimizer, self.step_count, self.scale = copy.deepcopy(self.saved)
+            self.optimizer.lr = lr
+            for param, value in zip(self.params, params, strict=True):
+                param[...] = value
+
+    def lr(self, action: Action) -> None:
+        self.optimizer.lr = 0.5 / (1 + action.number % 4)
+
+    def drift(self, action: Action) -> None:
+        if len(self.made.members) > 1 and can_drift(self.params):
+            raise Refused(DriftError)
+        self.step(action)
+
+    def join(self, action: Action) -> None:
+        for step in range(3):
+            active = [rank for rank in range(self.made.size) if step < (rank + action.number) % 4]
+            if active:
+                self.reduce_and_apply(action.gradients, active)
+
+
+def can_drift(params: list[np.ndarray]) -> bool:
+    """Whether a change of a parameter on one rank is found in the next step: the model is small, without NaN."""
+    values = np.concatenate([np.zeros(0), *(np.ravel(param).astype("f8") for param in params)])
+    return 0 < values.size <= 1024 and bool(np.isfinite(values).all())
+
+
+# ---- A rank
+
+
+class Rank:
+    """The scenario on this rank, with allred."""
+
+    def __init__(self, made: Scenario, directory: pathlib.Path) -> None:
+        self.made, self.directory = made, directory
+        self.number = made.members.index(allred.rank())
+        self.params = trees.arrays(made.tree.leaves, start_values(made))
+        self.scaler = allred.GradScaler(8.0) if made.scaled else None
+        everyone = made.members == tuple(range(made.size))
+        self.set = None if everyone else allred.ProcessSet(made.members)
+        options = made.options | ({} if everyone else {"process_set": self.set})
+        options |= {"scaler": self.scaler} if self.scaler else {}
+        self.plain = OPTIMIZERS[made.optimizer]()
+        self.order = random.Random(made.seed + self.number)
+        if made.function:
+            self.averaged = allred.distributed.gradients(lambda grads: (grads,), **options)
+            return
+        self.opt = allred.distributed(self.plain, **options)
+        if made.shares:
+            shared = nest.leaves(self.opt.share(self.nest))
+            for index, (_, leaf) in zip(made.tree.order, shared, strict=True):
+                self.params[index] = leaf
+
+    @property
+    def nest(self) -> Any:
+        return self.made.tree.fill(self.params, self.order)
+
+    def step(self, action: Action) -> None:
+        for micro in action.gradients:
+            given = micro[self.number]
+            self._micro_step(given, gradient_values(self.made, given, self.scaler.get_scale() if self.scaler else 1.0))
+
+    def _micro_step(self, given: Gradients, grads: list[Any]) -> None:
+        tree, samples = self.made.tree, given.given_samples
+        nested = tree.fill(grads, self.order)
+        nested = [nested, np.zeros(2)] if given.fault == "extra" else nested
+        if self.made.function:
+            (mean,) = self.averaged(nested)
+            return self.plain.step(self.nest, mean)
+        for index in given.early:
+            self.opt.reduce(tree.names[index], grads[index], samples=samples)
+        self.opt.step(self.nest, nested, samples=samples)
+
+    def broadcast(self, action: Action) -> None:
+        root = self.made.members[action.number % len(self.made.members)]
+        if allred.rank() != root and not self.made.shares:
+            for param in self.params:
+                param[...] = 99
+        self.opt.broadcast(self.nest, root)
+
+    def state(self, action: Action) -> None:
+        self.opt.load_state_dict(self.opt.state_dict())
+
+    def save(self, action: Action) -> None:
+        self.opt.save(self.directory, self.nest)
+        allred.barrier(process_set=self.set)
+
+    def restore(self, action: Action) -> None:
+        self.opt.restore(self.directory, self.nest)
+
+    def change(self, action: Action) -> None:
+        if self.params:
+            param = self.params[action.number % len(self.params)]
+            param[...] = param * param.dtype.type(0.5)
+
+    def rebind(self, action: Action) -> None:
+        """Replace a parameter by a copy of another layout: another one on each rank, unless the update is sharded."""
+        if self.params and not any(leaf.tie for leaf in self.made.tree.leaves):
+            number = action.number + (0 if self.made.options.get("sharded") else self.number)
+            index = action.number % len(self.params)
+            self.params[index] = trees.laid_out(np.asarray(self.params[index]), trees.LAYOUTS[number % 7])
+
+    def lr(self, action: Action) -> None:
+        self.opt.optimizer.lr = 0.5 / (1 + action.number % 4)
+
+    def drift(self, action: Action) -> None:
+        kept = [np.array(param) for param in self.params]
+        filled = [param for param in self.params if param.size]
+        odd = action.number % len(self.made.members)
+        if self.number == odd and len(self.made.members) > 1 and can_drift(self.params):
+            filled[action.number % len(filled)].flat[0] += 1
+        try:
+            self.step(action)
+        except DriftError:
+            if self.number == odd:
+                for param, value in zip(self.params, kept, strict=True):
+                    param[...] = value
+            raise
+
+    def join(self, action: Action) -> None:
+        with allred.Join():
+            for _ in range((self.number + action.number) % 4):
+                self.step(action)
+
+
+def check(made: Scenario, directory: pathlib.Path) -> Iterator[tuple[str, str]]:
+    """Run a scenario on this rank. Yield the first difference from the oracle, or "", and what must be equal on all
+    members (None on others), after each action."""
+    if allred.rank() not in made.members:
+        yield from [("", None)] * (1 + len(made.actions))
+        return
+    oracle = Oracle(made)
+    try:
+        rank = Rank(made, directory)
+    except AllredError as error:
+        yield f"{type(error).__name__}: {error}", ""
+        return
+    yield "", ""
+    for number, action in enumerate(made.actions):
+        with np.errstate(all="ignore"):
+            problem, text = _act(oracle, rank, action)
+        bits = [np.nan_to_num(np.asarray(param, "f8")) for param in rank.params]
+        yield problem and f"action {number} ({action.kind}): {problem}", f"{text} {nest.digest(bits)}"
+
+
+def _act(oracle: Oracle, rank: Rank, action: Action) -> tuple[str, str]:
+    """Return a difference, and the text of an error."""
+    expected: tuple[type[AllredError], ...] = ()
+    before = [np.array(param) for param in rank.params]
+    try:
+        getattr(oracle, action.kind)(action)
+    except Refused as refused:  # before the oracle has changed
+        expected = refused.kinds
+    raised, text = None, ""
+    try:
+        getattr(rank, action.kind)(action)
+    except AllredError as error:
+        raised, text = error, f"{type(error).__name__}: {error}"
+    if bool(expected) != bool(raised) or (raised and not isinstance(raised, expected)):
+        wanted = " or ".join(kind.__name__ for kind in expected) or "no error"
+        return f"expected {wanted}, got {text or 'no error'}", text
+    if raised is not None:
+        for index, (param, old) in enumerate(zip(rank.params, before, strict=True)):
+            if np.asarray(param).tobytes() != old.tobytes():
+                return f"a refused action has changed leaf {index}", text
+    return _difference(oracle, rank), text
+
+
+def _difference(oracle: Oracle, rank: Rank) -> str:
+    made = oracle.made
+    coarse = {leaf.dtype for leaf in made.tree.leaves} & {"f2", "bf16"}
+    tolerance = 4e-2 if coarse or "compression" in made.options else 1e-4
+    pairs = {f"leaf {index}": pair for index, pair in enumerate(zip(rank.params, oracle.params, strict=True))}
+    if not made.function:
+        pairs["global_step"] = rank.opt.global_step, oracle.step_count
+        pairs["skipped"] = rank.opt.skipped, oracle.skipped
+        pairs["scale"] = rank.scaler.get_scale() if rank.scaler else 1.0, oracle.scale
+        states = nest.leaves(rank.opt.state_dict()), nest.leaves(oracle.optimizer.state_dict())
+        pairs |= {f"state {name!r}, {other!r}": (one, two) for (name, one), (other, two) in zip(*states, strict=True)}
+    for name, (got, want) in pairs.items():
+        if not np.allclose(np.asarray(got, "f8"), np.asarray(want, "f8"), tolerance, tolerance, equal_nan=True):
+            return f"{name} is {np.asarray(got).tolist()}, expected {np.asarray(want).tolist()}"
+    return ""
