@@ -209,6 +209,7 @@ class DistributedOptimizer:
         with functions.within(self.process_set):
             root = functions.current().ranks[0] if root is None else root
             self._get_mode().broadcast(params, tensors, root, problem)
+            self._samples = SampleCount()  # the mode has forgotten the gradients of reduce()
             if (scaler := self._clipper.scaler) is not None:
                 title = f"scaler of {self.name}"
                 scaler.load_state_dict(functions.broadcast_object(scaler.state_dict(), root, title))
@@ -295,10 +296,16 @@ class DistributedOptimizer:
         return self._get_mode().state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Restore a result of `state_dict` on this rank; in mode ps worker 0 sends it to the servers."""
+        """Restore a result of `state_dict` on this rank; in mode ps worker 0 sends it to the servers. Gradients that
+        are being accumulated are dropped."""
         self._require_state()
         self._get_mode().load_state_dict(state)
+        self.forget_gradients()
         restored(self.optimizer)
+
+    def forget_gradients(self) -> None:
+        """Internal: drop the gradients of an incomplete step: they are of other parameters than those restored."""
+        self._accumulator.clear()
 
     def _require_state(self) -> None:
         if not has_state(self.optimizer):
@@ -317,7 +324,8 @@ class DistributedOptimizer:
         return self.saving(params, None)(os.fspath(directory))
 
     def restore(self, directory: str | os.PathLike[str], params: Any) -> int | None:
-        """Restore parameters and optimizer on all ranks from the newest complete checkpoint. Collective.
+        """Restore parameters and optimizer on all ranks from the newest complete checkpoint. Collective. Gradients that
+        are being accumulated are dropped.
 
         Returns the number of its step; None if there is no checkpoint: then all ranks get the parameters of worker 0.
         Raises CheckpointError on all ranks if worker 0 cannot read the checkpoint, or it is of another model.
@@ -337,6 +345,7 @@ class DistributedOptimizer:
                     failure = error
             if received := functions.broadcast_object(failure, first):
                 raise failure or received
+            self.forget_gradients()
             self.broadcast(params)
             if step is not None:
                 control.count_from(step)

@@ -373,6 +373,13 @@ class HookedOptimizer(ModuleCheckpoints):
         """Whether gradients of an incomplete step are accumulated."""
         return bool(self._next.micro_samples)
 
+    def forget_gradients(self) -> None:
+        """Internal: drop the gradients of an incomplete step: they are of other parameters than those restored."""
+        if self._next.micro_samples:
+            self._next, self.samples = NextStep(), None
+            for _, parameter in self._adapter.named_parameters():
+                parameter.grad = None
+
     def broadcast(self, params: Any = None, root: int | None = None) -> None:
         """As `DistributedOptimizer.broadcast`. params: None, or a module, whose buffers are copied too."""
         self._agreed_layout = ()  # a rank that had joined may not have taken part in the agreement

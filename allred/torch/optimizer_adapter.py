@@ -54,7 +54,8 @@ class OptimizerAdapter(Optimizer):
         self._reference, self.global_step = weakref.ref(optimizer), 0
         self._names_by_id = names or {}
         self.sparse = SparseGradients()
-        self._update = weak_method(optimizer, "step")  # the method of torch, which the hooked optimizer replaces
+        # The methods of torch, which the hooked optimizer replaces.
+        self._update, self._load = weak_method(optimizer, "step"), weak_method(optimizer, "load_state_dict")
         self._views: dict[str, tuple[torch.Tensor, Any, Any]] = {}  # by name: parameter, layout, view
         # By name: gradient and view, of the gradients that were sent with overlap.
         self._gradient_views: dict[str, tuple[torch.Tensor, Any]] = {}
@@ -311,7 +312,7 @@ class OptimizerAdapter(Optimizer):
             raise InputError(f"{self.kind}.load_state_dict: the state has '{odd[0]}', which is no parameter here")
         own = self.optimizer.state_dict()
         own["state"] = {numbers[name]: from_slots(slots) for name, slots in state["slots"].items()}
-        self.optimizer.load_state_dict(own)
+        self._load(own)
         self.global_step = int(state["global_step"])
 
 

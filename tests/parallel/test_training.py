@@ -176,6 +176,37 @@ def test_accumulated_micro_steps_are_one_step_of_their_union(micro):
     np.testing.assert_allclose(params["w"], alone["w"], rtol=1e-12)
 
 
+@pytest.mark.parametrize("how", ["restore", "load_state_dict"])
+@pytest.mark.parametrize("container", [np.asarray, lambda w: {"w": w}, lambda w: [w]])
+def test_a_restored_state_has_no_gradients_of_an_incomplete_step(rank, how, container, tmp_path):
+    w = np.zeros(2)
+    params, opt = container(w), allred.distributed(optim.SGD(lr=1.0, momentum=0.5), accumulate=3)
+    opt.save(tmp_path, params)
+    state = opt.state_dict()
+    for _ in range(2):
+        opt.step(params, container(np.full(2, 500.0)), samples=5)
+    assert opt.accumulates
+    assert (opt.restore(tmp_path, params) if how == "restore" else opt.load_state_dict(state)) in (0, None)
+    assert not opt.accumulates
+    for _ in range(3):
+        assert w.tolist() == [0, 0]
+        opt.step(params, container(np.ones(2)))
+    assert w.tolist() == [-1, -1]
+
+
+def test_a_restored_state_has_no_samples_of_an_incomplete_step(size, tmp_path):
+    params, opt = {"w": np.zeros(2)}, allred.distributed(optim.SGD(lr=1.0))
+    for samples in (3, 4):
+        opt.save(tmp_path, params)
+        for grad in ({"w": np.full(2, 500.0)}, {"w": np.ones(2)}):
+            opt.reduce("w", grad["w"], samples)
+            if grad["w"][0] > 1:
+                opt.restore(tmp_path, params)
+                samples += 1
+        opt.step(params, grad, samples)
+    assert params["w"].tolist() == [-2, -2]
+
+
 def test_gradient_functions_average_their_last_result(rank, size):
     @allred.distributed.gradients
     def loss_and_grads(value):
