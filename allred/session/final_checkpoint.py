@@ -120,15 +120,17 @@ def write_after_error(
             _report_no_checkpoint(f"{reason}; the newest checkpoint is the one before")
             return None
         try:
-            return _write_once(saver, optimizer.session_support.latest_step(), token, capture)
+            step = optimizer.session_support.latest_step()
+            return _write_once(saver, step, optimizer.training, token, capture)
         except AllredError as failure:
             _report_no_checkpoint(str(failure))
     return None
 
 
-def _write_once(saver: Saver, step: int, token: str, capture: Capture) -> str | None:
-    """Write the checkpoint of `step`, or wait for the rank that writes it. Raises AllredError."""
-    if checkpoint.has(saver.directory, step):
+def _write_once(saver: Saver, step: int, training: str, token: str, capture: Capture) -> str | None:
+    """Write the checkpoint of `step`, or wait for the rank that writes it. Raises AllredError. training: one that other
+    trainings have written does not count, such as a damaged one that was not restored."""
+    if checkpoint.has(saver.directory, step, training):
         return None
     claim = os.path.join(saver.directory, f".step-{step:08d}.{token}.0.tmp")
     if _claim(claim):
@@ -143,7 +145,7 @@ def _write_once(saver: Saver, step: int, token: str, capture: Capture) -> str | 
             with contextlib.suppress(OSError):  # without a checkpoint the other ranks must not wait
                 os.rmdir(claim)
     deadline = time.monotonic() + _WAIT_FOR_WRITER_S
-    while os.path.exists(claim) and not checkpoint.has(saver.directory, step) and time.monotonic() < deadline:
+    while os.path.exists(claim) and not checkpoint.has(saver.directory, step, training) and time.monotonic() < deadline:
         time.sleep(0.05)  # if the writing rank is killed, the job ends
     return None
 

@@ -175,7 +175,8 @@ class OptimizerAdapter(Optimizer):
 
     @property
     def kind(self) -> str:
-        return f"torch.optim.{type(self.optimizer).__name__}"
+        kind = getattr(self.optimizer, "kind", None)
+        return kind if isinstance(kind, str) else f"torch.optim.{type(self.optimizer).__name__}"
 
     def hyperparameters(self) -> Any:
         """Return the parameter groups without their parameters; tensors of one element as numbers."""
@@ -229,8 +230,16 @@ class OptimizerAdapter(Optimizer):
     def slots(self, param: Array) -> Slots:
         return {}
 
-    def check_slots(self, params: Mapping[str, Array], slots: Mapping[str, Slots]) -> None:
-        """torch makes the state of a parameter in its first step: there is nothing to compare."""
+    def check_state(self, params: Mapping[str, Array], state: Mapping[str, Any], is_same_kind: bool) -> None:
+        """Raise InputError if a state is that of another optimizer. torch makes the state of a parameter in its first
+        step, so the names of options are compared; later versions of torch have more options that are bool or None."""
+        own = [name for name, value in self.optimizer.defaults.items() if type(value) in (int, float, tuple)]
+        for number, group in enumerate(() if is_same_kind else state.get("groups", ())):
+            if missing := sorted(set(own) - set(group)):
+                raise InputError(
+                    f"{self.kind} has the options {', '.join(missing)}, which parameter group {number} of the state "
+                    "lacks; restore the state of the same optimizer, or make a new optimizer"
+                )
 
     def update(self, param: Array, grad: Array, slots: Slots, lr: float, step: int) -> None:
         raise NotImplementedError("torch updates all parameters at once")

@@ -393,7 +393,7 @@ def test_a_commit_leaves_a_rank_that_writes_its_claim(tmp_path):
 
     saver = types.SimpleNamespace(directory=str(tmp_path), save_final=save_final, wait=lambda: None)
     optimizer = types.SimpleNamespace(
-        session_support=types.SimpleNamespace(latest_step=lambda: 6, update_interrupted=False)
+        training="this", session_support=types.SimpleNamespace(latest_step=lambda: 6, update_interrupted=False)
     )
     final_checkpoint.write_after_error(ValueError(), True, saver, optimizer, "ab12", lambda: str)
     assert len(seen) == 1
@@ -425,7 +425,7 @@ def test_all_ranks_count_from_the_restored_step(world, tmp_path, monkeypatch):
         def load_state_dict(self, state):
             pass
 
-    opt, told = allred.distributed(Own(), nonfinite="skip"), iter([None, (7, "extra")])
+    opt, told = allred.distributed(Own(), nonfinite="skip"), iter([None, (7, "extra", "training")])
     assert opt.global_step == 0
     others = types.SimpleNamespace(
         within=lambda _: contextlib.nullcontext(),
@@ -769,8 +769,34 @@ def test_the_best_beside_those_of_an_earlier_training(world, tmp_path, capfd):
         train(session, [1.0] * 6)
     with Session(hooks=[Checkpoint(tmp_path, best="loss")]) as session:
         train(session, [3.0, 1.0, 2.0])
-    assert [path.name for path in checkpoint.list_complete(tmp_path)] == ["step-00000002", "step-00000005"]
-    assert "step-00000005 is of a later step than this training, which begins at step 0" in capfd.readouterr().err
+    assert [path.name for path in checkpoint.list_complete(tmp_path)] == ["step-00000002"]
+    assert "step-00000005 is of a later step than step 1, which is saved now" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("damaged", ["shard", "manifest", "length"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_damaged_checkpoint_is_not_the_final_one(world, tmp_path, damaged, fails):
+    """Of the same step, or of a later one: a later training does not restore it, even if it can be read again."""
+
+    def run(steps, fails=False):
+        losses = (float(step) if step < steps - fails else _raise(ValueError("boom")) for step in range(steps))
+        with (
+            pytest.raises(ValueError, match="boom") if fails else contextlib.nullcontext(),
+            Session(tmp_path, save_steps=4) as session,
+        ):
+            train(session, losses)
+
+    run(4)
+    run(3)
+    newest = checkpoint.newest(tmp_path)
+    assert newest.name == "step-00000007"
+    file = newest / "manifest.json" if damaged == "manifest" else next(newest.glob("shard*"))
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] if damaged == "length" else content[:-1] + bytes([content[-1] ^ 1]))
+    run(3 + fails, fails)  # from step 4
+    path = checkpoint.newest(tmp_path)
+    assert (path.name, checkpoint.verify(path)) == ("step-00000007", [])
+    assert checkpoint.read_checkpoint(path).params["w"].tolist() == [-7, -7]
 
 
 def test_a_best_that_was_not_written_is_not_the_best(world, tmp_path, monkeypatch):
@@ -872,11 +898,7 @@ def test_the_last_checkpoint_of_a_failure_before_a_later_one_that_is_damaged(wor
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     with pytest.raises(ZeroDivisionError), Session(tmp_path) as session:
         train(session, [1, 1, 0], gradient=lambda loss: 1 / loss)
-    assert [path.name for path in checkpoint.list_complete(tmp_path)] == [
-        "step-00000001",
-        "step-00000003",
-        "step-00000005",
-    ]
+    assert [path.name for path in checkpoint.list_complete(tmp_path)] == ["step-00000001", "step-00000003"]
 
 
 @pytest.mark.parametrize("tracked", [True, False])

@@ -1,0 +1,196 @@
+"""opt.save and opt.restore in a world of one: which checkpoints fit which optimizer and parameters, and which is the
+newest. tests/parallel/test_training.py has ranks."""
+
+import json
+import os
+import pathlib
+
+import numpy as np
+import pytest
+from checkpoints import save
+
+import allred
+from allred import checkpoint, optim
+from allred.checkpoint import whole
+from allred.errors import CheckpointError
+
+
+@pytest.fixture(autouse=True)
+def world():
+    allred.init(banner=False)
+    yield
+    allred.shutdown()
+
+
+class MyAdam(optim.Adam):
+    """Another update with the same slots."""
+
+    def update(self, param, grad, slots, lr, step):
+        super().update(param, -grad, slots, lr, step)
+
+
+class RenamedAdam(optim.Adam):
+    kind = "Adam"
+
+
+class Own:
+    """Not of allred.optim, and counts nothing."""
+
+    def __init__(self):
+        self.state = {}
+
+    def step(self, params, grads):
+        params["w"] -= grads["w"]
+
+    def state_dict(self):
+        return dict(self.state)
+
+    def load_state_dict(self, state):
+        self.state = dict(state)
+
+
+class RenamedOwn(Own):
+    kind = "Own"
+
+
+def sgd(momentum=0.0):
+    return lambda: optim.SGD(lr=1.0, momentum=momentum)
+
+
+def adam(cls=optim.Adam):
+    return lambda: cls(lr=0.1)
+
+
+def trained(make, steps=2, value=1.0):
+    params, opt = {"w": np.full(3, value)}, allred.distributed(make())
+    for _ in range(steps):
+        opt.step(params, {"w": np.ones(3)})
+    return params, opt
+
+
+def forget_meta(path, *keys):
+    """Rewrite a manifest as earlier versions of allred have written it."""
+    manifest = pathlib.Path(path, "manifest.json")
+    content = json.loads(manifest.read_text())
+    for key in keys:
+        del content["meta"][key]
+    found = checkpoint.read_manifest(path)
+    manifest.write_bytes(checkpoint.Manifest(found.step, found.time, found.shards, content["meta"]).encode())
+
+
+KINDS = [
+    (sgd(), adam(), "was saved with SGD, but this one is Adam; restore it with SGD"),
+    (sgd(), adam(optim.AdamW), "SGD, but this one is AdamW"),
+    (sgd(), lambda: optim.Adagrad(lr=1.0), "SGD, but this one is Adagrad"),
+    (sgd(), lambda: optim.RMSProp(lr=1.0), "SGD, but this one is RMSProp"),
+    (adam(), adam(optim.AdamW), "Adam, but this one is AdamW"),
+    (adam(), adam(MyAdam), "If MyAdam is Adam under another name, give its class the attribute kind = 'Adam'"),
+    (adam(MyAdam), adam(), "MyAdam, but this one is Adam"),
+    (adam(), Own, "Adam, but this one is Own"),
+    (Own, adam(), "Own, but this one is Adam"),
+    (sgd(0.9), sgd(), r"needs the slots \{\}, but the state holds \{'momentum_buffer': \(3,\)\}"),
+    (adam(), adam(), ""),
+    (adam(), adam(RenamedAdam), ""),
+    (adam(RenamedAdam), adam(), ""),
+    (Own, RenamedOwn, ""),
+    (sgd(), sgd(0.9), ""),  # the buffer starts at zero, as at step 0
+]
+
+
+@pytest.mark.parametrize(("saved", "restoring", "words"), KINDS)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_the_kind_of_optimizer_is_compared(saved, restoring, words, steps, tmp_path):
+    params, opt = trained(saved, steps)
+    opt.save(tmp_path, params)
+    own, other = trained(restoring, 0, 5.0)
+    if words and (steps or "slots" not in words):  # before the first step there are none
+        with pytest.raises(CheckpointError, match=rf"step-\d+ is of another optimizer: .*{words}"):
+            other.restore(tmp_path, own)
+        assert own["w"].tolist() == [5, 5, 5]
+        assert other.global_step == 0
+        return
+    assert other.restore(tmp_path, own) == steps
+    assert own["w"].tolist() == params["w"].tolist()
+
+
+EARLIER = [
+    (sgd(), adam(), r"Adam: parameter 'w' needs the slots .*exp_avg.* holds \{\}"),
+    (sgd(), sgd(0.9), r"SGD: parameter 'w' needs the slots .*momentum_buffer.* holds \{\}"),
+    (adam(), sgd(), r"SGD: parameter 'w' needs the slots \{\}, .* holds .*exp_avg"),
+    (adam(), Own, "was saved with an optimizer of allred.optim, but this one is Own"),
+    (Own, adam(), "was saved with an optimizer that is not of allred.optim, but this one is Adam"),
+    (sgd(), sgd(), ""),
+    (adam(), adam(), ""),
+    (Own, RenamedOwn, ""),
+]
+
+
+@pytest.mark.parametrize(("saved", "restoring", "words"), EARLIER)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_checkpoints_of_earlier_versions_do_not_name_the_kind(saved, restoring, words, steps, tmp_path):
+    params, opt = trained(saved, steps)
+    forget_meta(opt.save(tmp_path, params), "kind", "training")
+    own, other = trained(restoring, 0, 5.0)
+    if words and (steps or "slots" not in words):
+        with pytest.raises(CheckpointError, match=rf"is of another optimizer: .*{words}"):
+            other.restore(tmp_path, own)
+        assert own["w"].tolist() == [5, 5, 5]
+        return
+    assert other.restore(tmp_path, own) == steps
+    assert own["w"].tolist() == params["w"].tolist()
+    if not words:  # the state too
+        other.step(own, {"w": np.ones(3)})
+        opt.step(params, {"w": np.ones(3)})
+        assert own["w"].tolist() == params["w"].tolist()
+
+
+def names(root):
+    return [path.name for path in checkpoint.list_complete(root)]
+
+
+@pytest.mark.parametrize("back", ["restore", "load_state_dict", "a new optimizer"])
+def test_a_save_after_a_rollback_is_the_newest(back, tmp_path, capfd):
+    params, opt = trained(sgd(), 2)
+    opt.save(tmp_path / "best", params)
+    state, kept = opt.state_dict(), params["w"].copy()
+    for _ in range(3):
+        opt.step(params, {"w": np.ones(3)})
+        opt.save(tmp_path, params)
+    if back == "a new optimizer":
+        params, opt = trained(sgd(), 0)
+    if back == "load_state_dict":
+        opt.load_state_dict(state)
+        params["w"][:] = kept
+    else:
+        assert opt.restore(tmp_path / "best", params) == 2
+    opt.step(params, {"w": np.full(3, 7.0)})
+    assert names(tmp_path) == ["step-00000003", "step-00000004", "step-00000005"]
+    opt.save(tmp_path, params)
+    assert names(tmp_path) == ["step-00000003"]
+    assert len([name for name in os.listdir(tmp_path) if ".outdated-" in name]) == 2
+    assert capfd.readouterr().err.count("of another training; it is renamed to step-0000000") == 2
+    again, other = trained(sgd(), 0)
+    assert other.restore(tmp_path, again) == 3
+    assert again["w"].tolist() == [-8, -8, -8]
+    other.step(again, {"w": np.ones(3)})
+    other.save(tmp_path, again)
+    assert names(tmp_path) == ["step-00000003", "step-00000004"]
+    assert not capfd.readouterr().err
+
+
+def test_only_later_checkpoints_of_other_trainings_are_renamed(tmp_path):
+    """Such as damaged ones, and one that is being replaced; the last save of a failing rank may come before that of
+    the chief, of an earlier step."""
+    for step, meta in ((1, {}), (3, {"training": "mine"}), (4, {"training": "other"}), (5, None), (6, None)):
+        save(tmp_path, step, [whole("w", np.ones(2))], meta=meta)
+    (tmp_path / "step-00000005" / "manifest.json").write_text("damaged")
+    (tmp_path / "step-00000006").rename(tmp_path / "step-00000006.replaced")
+    (tmp_path / "step-7").write_text("mine")
+    save(tmp_path, 2, [whole("w", np.zeros(2))], meta={"training": "mine"})
+    assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
+    renamed = sorted(name.partition(".outdated-")[0] for name in os.listdir(tmp_path) if "outdated" in name)
+    assert renamed == ["step-00000004", "step-00000005", "step-00000006.replaced"]
+    assert (tmp_path / "step-7").read_text() == "mine"
+    save(tmp_path, 0, [whole("w", np.zeros(2))])  # of no training
+    assert len(names(tmp_path)) == 4
+    assert [checkpoint.has(tmp_path, step, "mine") for step in range(5)] == [False, False, True, True, False]
