@@ -33,14 +33,14 @@ def load_newest(directory: str | os.PathLike[str], optimizer: Any, params: Any) 
     if found is None:
         return None
     path, content = found
-    extra, state = checkpoint.pop_extra(content.slots), content.meta["optimizer"]
-    own = checkpoint.unpickle_state(content.slots) if state is None else {**state, "slots": content.slots}
-    _check_optimizer(optimizer, content, own, path)
+    _check_optimizer(optimizer, content, path)
+    state, pickled = content.meta["optimizer"], content.pickled
+    own = checkpoint.unpickle_state(pickled) if state is None else {**state, "slots": content.slots}
     _fill_parameters(nest.leaves(params), content.params, path)
-    return Restored(content.step, own, extra)
+    return Restored(content.step, own, checkpoint.unpickle_extra(pickled))
 
 
-def _check_optimizer(optimizer: Any, content: SavedTensors, state: Any, path: pathlib.Path) -> None:
+def _check_optimizer(optimizer: Any, content: SavedTensors, path: pathlib.Path) -> None:
     """Raise CheckpointError if a checkpoint is of another kind of optimizer. Those of earlier versions do not name the
     kind: then their slots and options are compared."""
     kind, own = content.meta.get("kind"), optimizer_kind(optimizer)
@@ -50,8 +50,8 @@ def _check_optimizer(optimizer: Any, content: SavedTensors, state: Any, path: pa
             f"If {own} is {kind} under another name, give its class the attribute kind = {kind!r}. To use only the "
             "parameters, copy allred.checkpoint.read_checkpoint(path).params"
         )
-    is_ours = isinstance(optimizer, Optimizer)
-    if is_ours != (content.meta["optimizer"] is not None):
+    is_ours, state = isinstance(optimizer, Optimizer), content.meta["optimizer"]
+    if is_ours != (state is not None):
         theirs = "an optimizer that is not of allred.optim" if is_ours else "an optimizer of allred.optim"
         raise CheckpointError(
             f"{path} is of another optimizer: it was saved with {theirs}, but this one is {own}; restore it with the "
@@ -59,7 +59,7 @@ def _check_optimizer(optimizer: Any, content: SavedTensors, state: Any, path: pa
         )
     if is_ours:
         try:
-            optimizer.check_state(content.params, state, kind is not None)
+            optimizer.check_state(content.params, {**state, "slots": content.slots}, kind is not None)
         except InputError as error:
             raise CheckpointError(f"{path} is of another optimizer: {error}") from None
 

@@ -398,7 +398,7 @@ def test_the_keys_beside_a_scaler_are_those_of_earlier_checkpoints(rank, tmp_pat
     if rank == 0:
         opt.saving(params, "mine")(str(tmp_path))
         (_, content), _ = checkpoint.read_newest(tmp_path)
-        extra = checkpoint.pop_extra(content.slots)
+        extra = checkpoint.unpickle_extra(content.pickled)
         assert extra.keys() == {"the optimizer's scaler", "what else there is"}
 
 

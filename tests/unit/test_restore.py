@@ -194,3 +194,55 @@ def test_only_later_checkpoints_of_other_trainings_are_renamed(tmp_path):
     save(tmp_path, 0, [whole("w", np.zeros(2))])  # of no training
     assert len(names(tmp_path)) == 4
     assert [checkpoint.has(tmp_path, step, "mine") for step in range(5)] == [False, False, True, True, False]
+
+
+class OddSlots(optim.Optimizer):
+    """Slots with names that the format of checkpoints uses itself."""
+
+    elementwise = True
+    names = ("", "extra", "state", "\0", "\0extra", "m")
+    dtype = np.float64
+
+    def slots(self, param):
+        return {name: np.full(param.shape, number, self.dtype) for number, name in enumerate(self.names)}
+
+    def update(self, param, grad, slots, lr, step):
+        for name in self.names:
+            slots[name] += 1
+        param -= grad
+
+
+class OddBytes(OddSlots):
+    dtype = np.uint8
+
+
+@pytest.mark.parametrize("cls", [OddSlots, OddBytes])
+@pytest.mark.parametrize("container", [np.asarray, lambda w: {"": w}, lambda w: {"w": w}, lambda w: [w]])
+@pytest.mark.parametrize("extra", [None, {"of": "a session"}])
+def test_slots_may_have_any_name(cls, container, extra, tmp_path):
+    w, opt = np.full(4, 7.0), allred.distributed(cls(lr=1.0))
+    opt.step(container(w), container(np.ones(4)))
+    opt.saving(container(w), extra)(str(tmp_path))
+    other, again = np.zeros(4), allred.distributed(cls(lr=1.0))
+    assert again.restore_all(tmp_path, container(other)) == (1, extra)
+    assert other.tolist() == [6] * 4
+    [slots] = again.state_dict()["slots"].values()
+    assert {name: slot.tolist() for name, slot in slots.items()} == {
+        name: [number + 1] * 4 for number, name in enumerate(cls.names)
+    }
+
+
+def test_slots_and_pickles_of_earlier_versions(tmp_path):
+    """They have not escaped slots, nor named the kind. A slot of floats named "extra" was no pickle either."""
+    extra = checkpoint.pickled_extra(["a session"])
+    entries = [whole("", np.ones(2)), (checkpoint.Entry("", "state", "float64", (2,), 0, 2), np.full(2, 3.0)), extra]
+    save(tmp_path / "both", 4, entries, meta={"optimizer": {"global_step": 4}})
+    content = checkpoint.read_checkpoint(tmp_path / "both" / "step-00000004")
+    assert content.slots[""]["state"].tolist() == [3, 3]
+    assert checkpoint.unpickle_extra(content.pickled) == ["a session"]
+    assert checkpoint.unpickle_state(content.pickled) is None
+    entries = [whole("", np.ones(2)), checkpoint.pickled_state({"a": 1}), extra]
+    save(tmp_path / "own", 4, entries, meta={"optimizer": None})
+    w, opt = np.zeros(2), allred.distributed(Own())
+    assert opt.restore_all(tmp_path / "own", w) == (4, ["a session"])
+    assert (w.tolist(), opt.state_dict()) == ([1, 1], {"a": 1})

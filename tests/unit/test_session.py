@@ -440,6 +440,15 @@ def test_all_ranks_count_from_the_restored_step(world, tmp_path, monkeypatch):
         assert opt.global_step == 8
 
 
+def test_a_name_that_the_params_use_for_their_buffers_is_refused(world, tmp_path):
+    opt, params = allred.distributed(allred.optim.SGD(lr=1.0)), [np.zeros(2)]
+    opt.session_parts = lambda params: (params, {"module": EarlyStopping()})  # as of a torch module
+    with Session(tmp_path) as session:
+        with pytest.raises(InputError, match=r"session.track\(module=...\): this name is in use"):
+            session.track(params=params, optimizer=opt, module=EarlyStopping())
+        session.track(params=params, optimizer=opt, modules=EarlyStopping())
+
+
 def test_more_things_are_kept(world, tmp_path):
     class Counter:
         count = 0
