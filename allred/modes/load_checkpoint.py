@@ -4,7 +4,7 @@ import os
 import pathlib
 from typing import Any, NamedTuple
 
-from allred import checkpoint, log, nest
+from allred import arrays, checkpoint, log, nest
 from allred.checkpoint import SavedTensors
 from allred.errors import CheckpointError, InputError
 from allred.gpu import device_arrays as gpu
@@ -71,6 +71,12 @@ def _fill_parameters(named: list[nest.Leaf], values: dict[str, Any], path: pathl
             got = f"has shape {values[name].shape} there" if name in values else "is not in it"
             raise CheckpointError(
                 f"{path} is of another model: '{name}' {leaf.shape} {got}; pass a directory of checkpoints of this one"
+            )
+        dtype = gpu.shape_and_dtype(leaf)[1] if gpu.is_device(leaf) else leaf.dtype
+        if not arrays.can_hold(dtype, values[name]):
+            raise CheckpointError(
+                f"{path} is of another model: '{name}' is {values[name].dtype} there, with values that the parameter, "
+                f"which is {dtype}, cannot hold; make it {values[name].dtype}"
             )
     if odd := sorted(set(values) - {name for name, _ in named}):
         raise CheckpointError(f"{path} is of another model: it has '{odd[0]}', which this model lacks")

@@ -403,6 +403,12 @@ def _convert_slots(who: str, name: str, loaded: Slots, fresh: Slots) -> Slots:
             f"{who}: parameter {name!r} needs the slots {expected}, but the state holds {got}; "
             "restore the state of the same optimizer, hyper-parameters and model, or make a new optimizer"
         )
+    for slot, array in fresh.items():
+        if is_float_tensor(loaded[slot]) and not is_float_tensor(array):
+            raise InputError(
+                f"{who}: slot {slot!r} of parameter {name!r} is {describe(loaded[slot])} in the state, but must be "
+                f"{describe(array)}; restore the state of the same optimizer"
+            )
     return {slot: np.array(loaded[slot], dtype=array.dtype, like=array) for slot, array in fresh.items()}
 
 

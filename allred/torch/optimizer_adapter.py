@@ -351,4 +351,10 @@ class UntrainedTensors:
                 f"buffers or untrained parameters differ: the module has {ours}, but the checkpoint has {theirs}"
             )
         for name, value in state.items():
+            if not torch.can_cast(value.dtype, own[name].dtype):
+                raise InputError(
+                    f"buffer or untrained parameter '{name}' is {value.dtype} in the checkpoint, but {own[name].dtype} "
+                    "in the module, which cannot hold its values; make it the same dtype"
+                )
+        for name, value in state.items():
             own[name].copy_(value)

@@ -33,6 +33,23 @@ def test_missing_buffers_are_an_error():
         other_tensors(3).load_state_dict(state)
 
 
+def test_integer_buffers_do_not_take_floats():
+    """batch_norm counts its passes."""
+    tensors = other_tensors(3)
+    state = {name: value.clone() for name, value in tensors.state_dict().items()}
+    state["1.num_batches_tracked"] = torch.tensor(2.5)
+    state["1.running_mean"] += 1
+    with pytest.raises(
+        InputError, match=r"'1.num_batches_tracked' is torch.float32 in the checkpoint, but torch.int64"
+    ):
+        tensors.load_state_dict(state)
+    assert tensors.state_dict()["1.running_mean"].sum() == 0
+    state["1.num_batches_tracked"] = torch.tensor(2, dtype=torch.int32)
+    state["1.running_mean"] = state["1.running_mean"].double()
+    tensors.load_state_dict(state)
+    assert tensors.state_dict()["1.num_batches_tracked"] == 2
+
+
 class RenamedSGD(torch.optim.SGD):
     kind = "torch.optim.SGD"
 

@@ -232,6 +232,17 @@ def test_slots_may_have_any_name(cls, container, extra, tmp_path):
     }
 
 
+def test_a_slot_of_integers_does_not_take_floats(tmp_path):
+    class Floats(OddSlots):
+        kind = "OddBytes"
+
+    params, opt = trained(lambda: Floats(lr=1.0))
+    opt.save(tmp_path, params)
+    own, other = trained(lambda: OddBytes(lr=1.0), 0)
+    with pytest.raises(CheckpointError, match=r"slot '' of parameter 'w' is a float64 .* but must be a uint8"):
+        other.restore(tmp_path, own)
+
+
 def test_slots_and_pickles_of_earlier_versions(tmp_path):
     """They have not escaped slots, nor named the kind. A slot of floats named "extra" was no pickle either."""
     extra = checkpoint.pickled_extra(["a session"])
@@ -246,3 +257,42 @@ def test_slots_and_pickles_of_earlier_versions(tmp_path):
     w, opt = np.zeros(2), allred.distributed(Own())
     assert opt.restore_all(tmp_path / "own", w) == (4, ["a session"])
     assert (w.tolist(), opt.state_dict()) == ([1, 1], {"a": 1})
+
+
+@pytest.mark.parametrize("container", [np.asarray, lambda w: {"w": w}, lambda w: [w]])
+@pytest.mark.parametrize(
+    ("saved", "dtype", "fits"),
+    [
+        (np.array([0.5, 2.0]), "float32", True),
+        (np.array([0.1, np.inf, np.nan], np.float32), "float16", True),
+        (np.array([1e5], np.float32), "float16", False),  # infinity
+        (np.array([1e300]), "float32", False),
+        (np.array([0.5, 2.0]), "int64", False),
+        (np.array([2.0]), "int64", False),
+        (np.array([1.0]), "bool", False),
+        (np.array([1.0], np.float16), "uint8", False),
+        (np.array([1, -2]), "float32", True),
+        (np.array([2**53 + 1]), "float64", False),
+        (np.array([100, -100]), "int8", True),
+        (np.array([300]), "uint8", False),
+        (np.array([-1], np.int8), "uint8", False),
+        (np.array([255], np.uint8), "int8", False),
+        (np.array([2**63], np.uint64), "int64", False),
+        (np.array([True]), "int32", True),
+        (np.array([2]), "bool", False),
+        (np.zeros((0, 3)), "float32", True),
+        (np.array(0.5), "int32", False),
+    ],
+)
+def test_parameters_hold_the_values_or_it_is_an_error(container, saved, dtype, fits, tmp_path):
+    opt = allred.distributed(optim.SGD(lr=1.0))
+    opt.save(tmp_path, container(saved))
+    own = np.full(saved.shape, 1, dtype)
+    if fits:
+        assert opt.restore(tmp_path, container(own)) == 0
+        np.testing.assert_array_equal(own, saved.astype(dtype))
+        return
+    words = f"is {saved.dtype} there, with values that the parameter, which is {dtype}, cannot hold"
+    with pytest.raises(CheckpointError, match=words):
+        opt.restore(tmp_path, container(own))
+    assert (own == 1).all()
