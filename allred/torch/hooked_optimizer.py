@@ -359,8 +359,10 @@ class HookedOptimizer(ModuleCheckpoints):
                 parameter.grad = parameter.grad.to_dense()
         if not self._adapter.unscale_gradients():
             return loss
+        self._adapter.check_pulled(self._options.title, views := self._adapter.views())
         grads = {name: self._adapter.gradient(name, parameter) for name, parameter in self._adapter.named_parameters()}
-        self._step(self._adapter.views(), grads, self._samples_of_step())
+        self._step(views, grads, self._samples_of_step())
+        self._adapter.record_pull(views)
         self._adapter.release_gradients()
         return loss
 

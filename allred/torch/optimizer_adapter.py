@@ -19,6 +19,7 @@ from allred.optim.base import Optimizer
 from allred.optim.step_input import Slots
 from allred.ps import context
 from allred.torch.optimizer_state import from_slots, to_slots
+from allred.torch.pulled_parameters import PulledParameters
 from allred.torch.replaced_methods import dereference, weak_method
 from allred.torch.sparse import SparseGradients
 from allred.torch.tensors import as_array, as_tensor, copy_to_tensor
@@ -53,7 +54,7 @@ class OptimizerAdapter(Optimizer):
     def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str] | None = None) -> None:
         self._reference, self.global_step = weakref.ref(optimizer), 0
         self._names_by_id = names or {}
-        self.sparse = SparseGradients()
+        self.sparse, self._pulled = SparseGradients(), PulledParameters()
         # The methods of torch, which the hooked optimizer replaces.
         self._update, self._load = weak_method(optimizer, "step"), weak_method(optimizer, "load_state_dict")
         self._views: dict[str, tuple[torch.Tensor, Any, Any]] = {}  # by name: parameter, layout, view
@@ -106,6 +107,20 @@ class OptimizerAdapter(Optimizer):
     def views(self) -> dict[str, Any]:
         """Return {name: array over the memory} of all parameters."""
         return {name: self._view(name, parameter) for name, parameter in self.named_parameters()}
+
+    def record_pull(self, views: dict[str, Any]) -> None:
+        """Mode ps: note that the parameters are those of the servers. views: the result of `views`."""
+        self._pulled.record(self.named_parameters(), views)
+
+    def check_pulled(self, title: str, views: dict[str, Any]) -> None:
+        """Mode ps: raise InputError if the program has changed a parameter since `record_pull`."""
+        if (name := self._pulled.changed(self.named_parameters(), views)) is not None:
+            raise InputError(
+                f"{title}: the program has changed the parameter '{name}' since the last step. In mode ps the next "
+                "pull would overwrite the change, because the servers have the parameters. To keep it, make it in the "
+                "step() of the optimizer's class, which the servers run, before broadcast(), or in mode sync; to drop "
+                "it, call optimizer.allred.pull()"
+            )
 
     def _view(self, name: str, parameter: torch.Tensor) -> Any:
         known = self._views.get(name)
