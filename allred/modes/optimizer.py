@@ -305,7 +305,8 @@ class DistributedOptimizer:
         self._require_state()
         self._get_mode().load_state_dict(state)
         self.forget_gradients()
-        self._about["training"] += "+"
+        training, _, loads = self.training.partition("+")
+        self._about["training"] = f"{training}+{int(loads or 0) + 1}"  # equal on ranks that load equally often
         restored(self.optimizer)
 
     def forget_gradients(self) -> None:
