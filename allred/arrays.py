@@ -62,6 +62,26 @@ def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float32) if name_of(dtype) in _HALVES else dtype
 
 
+def can_hold(dtype: np.dtype[Any], values: Array) -> bool:
+    """Whether a dtype can hold the values of an array: floats rounded, but none as infinity and none as integers;
+    integers exactly.
+
+    >>> can_hold(np.dtype(np.float32), np.array(0.1)), can_hold(np.dtype(np.int64), np.array(2.0))
+    (True, False)
+    >>> can_hold(np.dtype(np.int8), np.array([100, -100])), can_hold(np.dtype(np.uint8), np.array([-1]))
+    (True, False)
+    """
+    if dtype == values.dtype:
+        return True
+    if is_float(values.dtype) and not is_float(dtype):
+        return False
+    with np.errstate(over="ignore", invalid="ignore"):
+        cast = values.astype(dtype)
+        if is_float(values.dtype):
+            return bool(np.array_equal(np.isinf(cast), np.isinf(values)))
+        return bool(np.array_equal(cast.astype(values.dtype), values) and np.array_equal(cast < 0, values < 0))
+
+
 def as_host_array(value: Any) -> Array:
     """Convert `value` to a numpy array; a numpy array is returned as it is. Raises InputError for a device array."""
     if isinstance(value, np.ma.MaskedArray):

@@ -17,13 +17,21 @@ directory to step-...: a process that is killed at any moment leaves the earlier
 """
 
 from allred.checkpoint.directory import has, list_complete, newest, prune
-from allred.checkpoint.entry import Entry, pickled_extra, pickled_state, pop_extra, unpickle_state, whole
+from allred.checkpoint.entry import (
+    Entry,
+    pickled_extra,
+    pickled_state,
+    stored_slot,
+    unpickle_extra,
+    unpickle_state,
+    whole,
+)
 from allred.checkpoint.files import Manifest, ShardInfo, read_manifest, write_shard
 from allred.checkpoint.restore import SavedTensors, read_checkpoint, read_newest, verify
 from allred.checkpoint.writing import abandon, begin, commit, write
 
 __all__ = [
     "Entry", "Manifest", "SavedTensors", "ShardInfo", "abandon", "begin", "commit", "has", "list_complete", "newest",
-    "pickled_extra", "pickled_state", "pop_extra", "prune", "read_checkpoint", "read_manifest", "read_newest",
-    "unpickle_state", "verify", "whole", "write", "write_shard",
+    "pickled_extra", "pickled_state", "prune", "read_checkpoint", "read_manifest", "read_newest", "stored_slot",
+    "unpickle_extra", "unpickle_state", "verify", "whole", "write", "write_shard",
 ]  # fmt: skip

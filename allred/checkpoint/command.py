@@ -94,7 +94,7 @@ def _show(path: pathlib.Path, found: list[pathlib.Path]) -> int:
     width = max((len(_printable(entry.name)) for entry in params), default=0)
     for param in params:
         slots = [e for (name, slot), e in tensors.items() if name == param.name and slot and e not in pickled]
-        listed = ", ".join(f"{_printable(entry.slot)} {_type(entry)}" for entry in slots)
+        listed = ", ".join(f"{_printable(entry.slot_name)} {_type(entry)}" for entry in slots)
         print(f"  {_printable(param.name):<{width}}  {_type(param)}{f'; slots: {listed}' if listed else ''}")
     for entry in pickled:
         what = "state of the session" if entry.is_extra else "state of the user's own optimizer"

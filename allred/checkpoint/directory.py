@@ -2,6 +2,7 @@
 
 step-00000400              a complete checkpoint
 step-00000400.replaced     the previous checkpoint of step 400 during its replacement; used only if the first is missing
+step-00000600.outdated-xx  of a later step and another training than a checkpoint that was saved after it; never deleted
 .step-00000500.xx.xx.tmp   unfinished: being written, or left by a dead writer; boot id and random digits
 .step-00000300.xxxx.gone   being deleted, or left by a process that died while it deleted it
 
@@ -31,6 +32,7 @@ import socket
 from collections.abc import Iterator
 from typing import BinaryIO
 
+from allred import log
 from allred.checkpoint.files import MANIFEST, check_length, file_errors, read_manifest
 from allred.errors import CheckpointError, InputError
 
@@ -201,10 +203,35 @@ def newest(root: str | os.PathLike[str]) -> pathlib.Path | None:
     return next(filter(_is_complete, reversed(list_committed(pathlib.Path(root)).values())), None)
 
 
-def has(root: str | os.PathLike[str], step: int) -> bool:
-    """Return whether `root` holds a complete checkpoint of that step. Raises CheckpointError: it cannot be listed."""
+def has(root: str | os.PathLike[str], step: int, training: str) -> bool:
+    """Return whether `root` holds a complete checkpoint of that step and training (meta["training"]).
+
+    Raises CheckpointError: it cannot be listed."""
     path = list_committed(pathlib.Path(root)).get(step)
-    return path is not None and _is_complete(path)
+    return path is not None and _training_of(path) == training and _is_complete(path)
+
+
+def _training_of(path: pathlib.Path) -> str | None:
+    """Return meta["training"] of a checkpoint; None if it has none, or is damaged."""
+    try:
+        return read_manifest(path).meta.get("training")
+    except CheckpointError:
+        return None
+
+
+def move_outdated(root: pathlib.Path, step: int, training: str) -> None:
+    """Rename the checkpoints of steps after `step` that are not of this training, damaged ones included: a restore
+    would prefer them to that of `step`, which is saved now. Prints a line for each. Raises OSError."""
+    for name in _names(root):
+        match = _COMMITTED.fullmatch(name)
+        if match and int(match[1]) > step and _training_of(root / name) != training:
+            outdated = f"{name}.outdated-{secrets.token_hex(4)}"
+            with contextlib.suppress(FileNotFoundError):  # another writer has renamed it
+                os.rename(root / name, root / outdated)
+                log.rank_warning(
+                    f"checkpoint {root / name} is of a later step than step {step}, which is saved now, and of another "
+                    f"training; it is renamed to {outdated}, so that it is not restored"
+                )
 
 
 def prune(root: str | os.PathLike[str], keep: int, keep_every: int = 0, up_to: int | None = None) -> list[pathlib.Path]:

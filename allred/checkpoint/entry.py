@@ -23,18 +23,19 @@ DTYPES = frozenset(
     {"bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"}
     | {"float16", "bfloat16", "float32", "float64"}
 )
-_PICKLED_NAME = ""  # a nest that is a single array has this name too, but its slots are "", "m", ..., never these two
+_PICKLED_NAME = ""  # a nest that is a single array has this name too; its slots "state" and "extra" are escaped
 _STATE, _EXTRA = "state", "extra"
+_ESCAPE = "\0"  # before a slot with one of these names, the name "", or a name that begins with it
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
     """Elements `start` to `stop` of a tensor, flattened in C order.
 
-    name: the name of the parameter; any text. slot: the name of the optimizer slot of that parameter; "" for the
-    parameter itself. dtype: numpy's name of the dtype, or "bfloat16". shape: the shape of the whole tensor. The shape
-    of a slot may differ from its parameter's. start, stop: 0 <= start <= stop <= elements of the whole tensor; 0 and 1
-    for a 0-d tensor.
+    name: the name of the parameter; any text. slot: the result of `stored_slot` for the name of the optimizer slot of
+    that parameter; "" for the parameter itself. dtype: numpy's name of the dtype, or "bfloat16". shape: the shape of
+    the whole tensor. The shape of a slot may differ from its parameter's. start, stop: 0 <= start <= stop <= elements
+    of the whole tensor; 0 and 1 for a 0-d tensor.
     Raises InputError: the dtype cannot be saved, or the range is not within the tensor.
     """
 
@@ -87,12 +88,19 @@ class Entry:
     @property
     def title(self) -> str:
         """The name of the tensor in messages."""
-        return f"slot {self.slot!r} of {self.name!r}" if self.slot else f"{self.name!r}"
+        return f"slot {self.slot_name!r} of {self.name!r}" if self.slot else f"{self.name!r}"
+
+    @property
+    def slot_name(self) -> str:
+        """The name of the optimizer slot, if `slot` is not ""."""
+        return self.slot.removeprefix(_ESCAPE)
 
     @property
     def is_pickled(self) -> bool:
-        """Whether the entry holds a pickle: `pickled_state` or `pickled_extra` made it."""
-        return self.name == _PICKLED_NAME and self.slot in (_STATE, _EXTRA) and self.dtype == "uint8"
+        """Whether the entry holds a pickle: `pickled_state` or `pickled_extra` made it. Earlier versions did not escape
+        slots."""
+        is_bytes = self.dtype == "uint8" and len(self.shape) == 1
+        return self.name == _PICKLED_NAME and self.slot in (_STATE, _EXTRA) and is_bytes
 
     @property
     def is_extra(self) -> bool:
@@ -100,12 +108,24 @@ class Entry:
         return self.is_pickled and self.slot == _EXTRA
 
 
-def whole(name: str, array: Any, slot: str = "") -> tuple[Entry, Array]:
+def stored_slot(name: str, slot: str) -> str:
+    """Return what entries have as the name of the slot `slot` of the parameter `name`: the names that the format uses
+    itself are escaped."""
+    own = not slot or (name == _PICKLED_NAME and slot in (_STATE, _EXTRA))
+    return _ESCAPE + slot if own or slot.startswith(_ESCAPE) else slot
+
+
+def whole(name: str, array: Any, slot: str | None = None) -> tuple[Entry, Array]:
     """Return the entry of a whole tensor and the tensor, as `write_shard` takes them.
 
-    name, slot: see Entry. array: a host array of any shape and layout, or a number. Not copied.
+    name: the name of the parameter. slot: the name of its optimizer slot, any text; None for the parameter itself.
+    array: a host array of any shape and layout, or a number. Not copied.
     Raises InputError: the array is on a GPU, or its dtype cannot be saved.
     """
+    return _whole(name, array, "" if slot is None else stored_slot(name, slot))
+
+
+def _whole(name: str, array: Any, slot: str) -> tuple[Entry, Array]:
     host = arrays.as_host_array(array)
     return Entry(name, slot, arrays.name_of(host.dtype), tuple(host.shape), 0, host.size), host
 
@@ -121,25 +141,21 @@ def pickled_extra(value: Any) -> tuple[Entry, Array]:
 
 
 def _pickled(value: Any, slot: str) -> tuple[Entry, Array]:
-    return whole(_PICKLED_NAME, np.frombuffer(pickle.dumps(value, pickle.HIGHEST_PROTOCOL), np.uint8), slot)
+    return _whole(_PICKLED_NAME, np.frombuffer(pickle.dumps(value, pickle.HIGHEST_PROTOCOL), np.uint8), slot)
 
 
-def unpickle_state(slots: dict[str, dict[str, Array]]) -> Any:
-    """Return the object given to `pickled_state` from the slots of a checkpoint; None if there is none."""
-    return _unpickled(slots, _STATE)
+def unpickle_state(pickled: dict[str, Array]) -> Any:
+    """Return the object given to `pickled_state` from the pickles of a checkpoint; None if there is none."""
+    return _unpickled(pickled, _STATE)
 
 
-def pop_extra(slots: dict[str, dict[str, Array]]) -> Any:
-    """Remove the object given to `pickled_extra` from the slots of a checkpoint and return it; None if none."""
-    value = _unpickled(slots, _EXTRA)
-    if slots.get(_PICKLED_NAME, {}).pop(_EXTRA, None) is not None and not slots[_PICKLED_NAME]:
-        del slots[_PICKLED_NAME]
-    return value
+def unpickle_extra(pickled: dict[str, Array]) -> Any:
+    """Return the object given to `pickled_extra` from the pickles of a checkpoint; None if there is none."""
+    return _unpickled(pickled, _EXTRA)
 
 
-def _unpickled(slots: dict[str, dict[str, Array]], slot: str) -> Any:
-    data = slots.get(_PICKLED_NAME, {}).get(slot)
-    return None if data is None else pickle.loads(data.tobytes())
+def _unpickled(pickled: dict[str, Array], slot: str) -> Any:
+    return pickle.loads(pickled[slot].tobytes()) if slot in pickled else None
 
 
 def check_cover(who: str, entries: Iterable[tuple[str, Entry]]) -> None:

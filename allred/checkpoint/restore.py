@@ -24,12 +24,13 @@ class SavedTensors:
     """Content of a checkpoint, as whole tensors in new, writable arrays.
 
     step: the global step. params: the parameters by name. slots: the state of the optimizer: {parameter name: {slot
-    name: array}}. meta: the argument `meta` of `commit`.
+    name: array}}. pickled: bytes for `unpickle_state` and `unpickle_extra`. meta: the argument `meta` of `commit`.
     """
 
     step: int
     params: dict[str, Array]
     slots: dict[str, dict[str, Array]]
+    pickled: dict[str, Array]
     meta: dict[str, Any]
 
 
@@ -84,6 +85,7 @@ def _problems(directory: pathlib.Path) -> Iterator[CheckpointError]:
 
 def _assemble(directory: pathlib.Path, manifest: Manifest) -> SavedTensors:
     tensors: dict[tuple[str, str], Array] = {}
+    content = SavedTensors(manifest.step, {}, {}, {}, manifest.meta)
     for shard in manifest.shards:
         for entry, array in read_shard("checkpoint", directory, shard):
             if entry.is_whole:
@@ -92,12 +94,13 @@ def _assemble(directory: pathlib.Path, manifest: Manifest) -> SavedTensors:
                 if (entry.name, entry.slot) not in tensors:
                     tensors[entry.name, entry.slot] = np.empty(entry.shape, array.dtype)
                 tensors[entry.name, entry.slot].reshape(-1)[entry.start : entry.stop] = array
-    params = {name: array for (name, slot), array in tensors.items() if not slot}
-    slots: dict[str, dict[str, Array]] = {}
-    for (name, slot), array in tensors.items():
-        if slot:
-            slots.setdefault(name, {})[slot] = array
-    return SavedTensors(manifest.step, params, slots, manifest.meta)
+            if entry.is_pickled:
+                content.pickled[entry.slot] = tensors[entry.name, entry.slot]
+            elif entry.slot:
+                content.slots.setdefault(entry.name, {})[entry.slot_name] = tensors[entry.name, entry.slot]
+            else:
+                content.params[entry.name] = tensors[entry.name, entry.slot]
+    return content
 
 
 def _alternative(directory: pathlib.Path) -> str:

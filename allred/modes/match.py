@@ -5,7 +5,6 @@ checks that in 0.1 us per tensor, or 0.5 us for tensors on a GPU. All other inpu
 errors.
 """
 
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 
 from allred import arrays, log, native, nest
 from allred.data.loader import claim_samples
-from allred.errors import CheckpointError, InputError
+from allred.errors import InputError
 from allred.fusion import Tensor
 from allred.gpu import device_arrays as gpu
 from allred.gpu.device_arrays import compute
@@ -128,20 +127,6 @@ def parameter(name: str, leaf: Any) -> Tensor:
         what = "a read-only array" if isinstance(leaf, np.ndarray) else type(leaf).__name__
         raise InputError(f"{_title(name)} is {what}; it is updated in place, so it must be a writable array")
     return tensor_of(name, leaf)
-
-
-def fill_parameters(named: list[nest.Leaf], values: dict[str, Any], path: pathlib.Path) -> None:
-    """Copy the values of a checkpoint into the parameters. Raises CheckpointError if it is of another model."""
-    for name, leaf in named:
-        if name not in values or values[name].shape != leaf.shape:
-            got = f"has shape {values[name].shape} there" if name in values else "is not in it"
-            raise CheckpointError(
-                f"{path} is of another model: '{name}' {leaf.shape} {got}; pass a directory of checkpoints of this one"
-            )
-    if odd := sorted(set(values) - {name for name, _ in named}):
-        raise CheckpointError(f"{path} is of another model: it has '{odd[0]}', which this model lacks")
-    for name, leaf in named:
-        gpu.fill(leaf, values[name])
 
 
 def _title(name: str) -> str:

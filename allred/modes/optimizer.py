@@ -7,21 +7,23 @@ serves where the optimizer is made or first used, and exits there.
 import functools
 import importlib
 import os
+import secrets
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from allred import checkpoint, log, nest
+from allred import log, nest
 from allred.comm import functions
 from allred.comm.ops import Compression, ReduceOp
-from allred.errors import AllredError, CheckpointError, InputError
+from allred.errors import AllredError, InputError
 from allred.modes.clipping import Clipper
 from allred.modes.detect.mistake_checks import restored, updates_of
-from allred.modes.match import Accumulator, Matcher, SampleCount, fill_parameters, parameter
+from allred.modes.load_checkpoint import load_newest
+from allred.modes.match import Accumulator, Matcher, SampleCount, parameter
 from allred.modes.options import Mode, SessionSupport, StepInput, StepOptions
 from allred.modes.ps import PsMode
 from allred.modes.sync import SyncMode, has_state
-from allred.optim.base import Optimizer
+from allred.optim.base import optimizer_kind
 from allred.ps import context
 from allred.ps.protocol import Statistics
 from allred.timeline.recorder import span
@@ -64,6 +66,8 @@ class DistributedOptimizer:
         self._clipper = Clipper(self._options.clip_norm, self._options.scaler, self.name)
         self._matcher = Matcher(self._options.title)
         self._samples = SampleCount()
+        # In the manifest of checkpoints, with the names "kind" and "training": keep these.
+        self._about = {"kind": optimizer_kind(optimizer), "training": secrets.token_hex(8)}
         self._updates = updates_of(optimizer)  # also counts the updates of an optimizer whose wrapper is never used
         self._chosen: Mode | None = None
         if context.serves():
@@ -101,7 +105,7 @@ class DistributedOptimizer:
             sync = functions.current() and not context.is_active()
             if not sync and self._options.compression is not Compression.none:
                 log.info(f"{self.name}: compression has no effect in mode ps: gradients are sent uncompressed")
-            arguments = self.optimizer, self._options, self._clipper
+            arguments = self.optimizer, self._options, self._clipper, self._about
             self._chosen = SyncMode(*arguments, self) if sync else PsMode(*arguments)
         return self._chosen
 
@@ -211,6 +215,7 @@ class DistributedOptimizer:
         with functions.within(self.process_set):
             root = functions.current().ranks[0] if root is None else root
             self._get_mode().broadcast(params, tensors, root, problem)
+            self._samples = SampleCount()  # the mode has forgotten the gradients of reduce()
             if (scaler := self._clipper.scaler) is not None:
                 title = f"scaler of {self.name}"
                 scaler.load_state_dict(functions.broadcast_object(scaler.state_dict(), root, title))
@@ -297,10 +302,18 @@ class DistributedOptimizer:
         return self._get_mode().state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Restore a result of `state_dict` on this rank; in mode ps worker 0 sends it to the servers."""
+        """Restore a result of `state_dict` on this rank; in mode ps worker 0 sends it to the servers. Gradients that
+        are being accumulated are dropped."""
         self._require_state()
         self._get_mode().load_state_dict(state)
+        self.forget_gradients()
+        training, _, loads = self.training.partition("+")
+        self._about["training"] = f"{training}+{int(loads or 0) + 1}"  # equal on ranks that load equally often
         restored(self.optimizer)
+
+    def forget_gradients(self) -> None:
+        """Internal: drop the gradients of an incomplete step: they are of other parameters than those restored."""
+        self._accumulator.clear()
 
     def _require_state(self) -> None:
         if not has_state(self.optimizer):
@@ -319,7 +332,8 @@ class DistributedOptimizer:
         return self.saving(params, None)(os.fspath(directory))
 
     def restore(self, directory: str | os.PathLike[str], params: Any) -> int | None:
-        """Restore parameters and optimizer on all ranks from the newest complete checkpoint. Collective.
+        """Restore parameters and optimizer on all ranks from the newest complete checkpoint. Collective. Gradients that
+        are being accumulated are dropped.
 
         Returns the number of its step; None if there is no checkpoint: then all ranks get the parameters of worker 0.
         Raises CheckpointError on all ranks if worker 0 cannot read the checkpoint, or it is of another model.
@@ -331,18 +345,22 @@ class DistributedOptimizer:
         self._require_state()
         step = extra = failure = None
         with functions.within(self.process_set):
-            first, control = functions.current().ranks[0], self.session_support
+            first, control = functions.current().ranks[0], self._get_mode()
             if functions.current().rank == 0:
                 try:
-                    step, extra = self._load(directory, params)
+                    if (found := load_newest(directory, self.optimizer, params)) is not None:
+                        step, state, extra = found
+                        control.load_state_dict(state)
                 except AllredError as error:
                     failure = error
             if received := functions.broadcast_object(failure, first):
                 raise failure or received
+            self.forget_gradients()
             self.broadcast(params)
             if step is not None:
                 control.count_from(step)
-            step, extra = functions.broadcast_object((step, extra), first)
+            self._about["training"] = secrets.token_hex(8)
+            step, extra, self._about["training"] = functions.broadcast_object((step, extra, self.training), first)
             if step is not None:
                 restored(self.optimizer)
                 if functions.current().rank != 0:
@@ -352,6 +370,12 @@ class DistributedOptimizer:
                 self._clipper.scaler.load_state_dict(extra[_SCALER])
             extra = extra[_EXTRA]
         return step, extra
+
+    @property
+    def training(self) -> str:
+        """Internal: what distinguishes the checkpoints of this training from those of others in a directory. Equal on
+        all ranks after `restore`, with which another training begins."""
+        return self._about["training"]
 
     def saving(self, params: Any, extra: Any, copy: bool = False) -> Callable[[str], str]:
         """Internal, for a session: return a function that writes a checkpoint of this moment into a directory, and
@@ -367,27 +391,3 @@ class DistributedOptimizer:
 
     def broadcast_others(self, params: Any) -> None:
         """Internal, for a session: copy the state of the objects of `session_parts` from rank 0. Collective."""
-
-    def _load(self, directory: str | os.PathLike[str], params: Any) -> tuple[int | None, Any]:
-        """Load parameters and optimizer on this rank; return the step and the extra. Raises CheckpointError."""
-        found, damaged = checkpoint.read_newest(directory)
-        if damaged and found is None:
-            raise CheckpointError(
-                f"{damaged[0]}; no checkpoint in {os.fspath(directory)} is complete. Move them away to start without "
-                "a checkpoint"
-            )
-        for text in damaged:
-            log.warning(f"a later checkpoint is skipped: {text}")
-        if found is None:
-            return None, None
-        path, content = found
-        extra, state = checkpoint.pop_extra(content.slots), content.meta["optimizer"]
-        own = checkpoint.unpickle_state(content.slots) if state is None else {**state, "slots": content.slots}
-        if state is not None and isinstance(self.optimizer, Optimizer):
-            try:
-                self.optimizer.check_slots(content.params, content.slots)
-            except InputError as error:
-                raise CheckpointError(f"{path} is of another optimizer: {error}") from None
-        fill_parameters(nest.leaves(params), content.params, path)
-        self._get_mode().load_state_dict(own)
-        return content.step, extra

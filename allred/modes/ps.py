@@ -43,14 +43,14 @@ _NONE: list[int] = []
 
 
 class PsMode(Mode):
-    """Mode ps of one optimizer on a worker."""
+    """Mode ps of one optimizer on a worker. about: for the manifest of checkpoints."""
 
     is_lockstep = False
     skipped = 0
     waited_s = 0.0
 
-    def __init__(self, optimizer: Any, options: StepOptions, clipper: Clipper) -> None:
-        self._optimizer, self._options, self._clipper = optimizer, options, clipper
+    def __init__(self, optimizer: Any, options: StepOptions, clipper: Clipper, about: dict[str, str]) -> None:
+        self._optimizer, self._options, self._clipper, self._about = optimizer, options, clipper, about
         self._title = f"{options.name}.step()"
         self._pushed: Any = None  # the hyperparameters that the servers have; None: those they were started with
         self._lr = PushedLearningRate(optimizer, self._title)
@@ -373,7 +373,7 @@ class PsMode(Mode):
     def _end(self) -> NoReturn:
         """A rank was asked to stop: one worker writes a checkpoint, then all leave the training loop."""
         root, client = self._context.config.checkpoint_dir, self._servers
-        save = self._final_save or (None if root == "none" else lambda: client.save(root))
+        save = self._final_save or (None if root == "none" else lambda: client.save(root, self._about))
         result = "no checkpoint_dir is set, so nothing was saved"
         is_saver = client.begin_drain()
         if is_saver and save is not None:
@@ -389,7 +389,7 @@ class PsMode(Mode):
         if self._client is None:
             raise InputError(f"{self._options.name}.save(): the servers have no parameters yet; call broadcast(params)")
         client = self._client
-        return lambda directory: client.save(directory, extra)
+        return lambda directory: client.save(directory, self._about, extra)
 
     @property
     def update_interrupted(self) -> bool:

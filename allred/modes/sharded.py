@@ -28,7 +28,7 @@ from allred.comm import functions, node_memory
 from allred.comm.arguments import overlaps
 from allred.comm.header import hash_text, mix
 from allred.fusion import Tensor
-from allred.optim.base import Optimizer, splittable
+from allred.optim.base import Optimizer, optimizer_kind, splittable
 from allred.optim.step_input import PendingUpdates, Slots
 
 _CUT = 16  # elements; slices begin at multiples of it within a tensor
@@ -274,7 +274,7 @@ def new_sharded_update(optimizer: Any, title: str) -> ShardedUpdate | None:
     if functions.current().size == 1:
         return None
     if not splittable(optimizer):
-        kind = getattr(optimizer, "kind", type(optimizer).__name__)
+        kind = optimizer_kind(optimizer)
         log.info(f"{title}: sharded=True has no effect: {kind} is not an elementwise optimizer of allred.optim")
         return None
     return ShardedUpdate(optimizer, title)

@@ -96,13 +96,15 @@ def _all_have(flag: int, agreement: Agreement) -> bool:
 
 
 class SyncMode(Mode):
-    """Mode sync of one optimizer. owner: the `DistributedOptimizer`."""
+    """Mode sync of one optimizer. about: for the manifest of checkpoints. owner: the `DistributedOptimizer`."""
 
     is_lockstep = True
     update_interrupted = False
 
-    def __init__(self, optimizer: Any, options: StepOptions, clipper: Clipper, owner: Owner) -> None:
-        self._optimizer, self._options, self._clipper = optimizer, options, clipper
+    def __init__(
+        self, optimizer: Any, options: StepOptions, clipper: Clipper, about: dict[str, str], owner: Owner
+    ) -> None:
+        self._optimizer, self._options, self._clipper, self._about = optimizer, options, clipper, about
         self._title = options.title
         self._reducer = Reducer(options, self._title)
         self._checks = MistakeChecks(options, self._title, optimizer)
@@ -258,13 +260,13 @@ class SyncMode(Mode):
                 checkpoint.whole(name, np.array(to_host(leaf)) if copy else to_host(leaf))
                 for name, leaf in nest.leaves(params)
             ]
-        meta: dict[str, Any] = {"optimizer": None}
+        meta: dict[str, Any] = {"optimizer": None, **self._about}
         if isinstance(self._optimizer, Optimizer):
             slots = state.pop("slots")
             entries += [
                 checkpoint.whole(n, to_host(value), slot) for n, part in slots.items() for slot, value in part.items()
             ]
-            meta = {"optimizer": state}
+            meta["optimizer"] = state
         else:
             entries.append(checkpoint.pickled_state(state))
         if extra is not None:

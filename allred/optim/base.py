@@ -201,7 +201,8 @@ class Optimizer(ABC):
 
     @property
     def kind(self) -> str:
-        """Name of the class, for messages."""
+        """Name of the class, for messages and in checkpoints, which can be restored by an optimizer of this kind only.
+        A class may have another `kind`, such as its former name."""
         return type(self).__name__
 
     def hyperparameters(self) -> Any:
@@ -336,12 +337,15 @@ class Optimizer(ABC):
         self.global_step, self._slots, self._made_for = global_step, _copy_slots(slots), {}
         self._known = None
 
-    def check_slots(self, params: Mapping[str, Array], slots: Mapping[str, Slots]) -> None:
-        """Raise InputError if the slots of a state are those of another optimizer. Compares those of the smallest
-        parameter. params: by name."""
-        if known := [name for name in params if name in slots]:
-            smallest = min(known, key=lambda name: params[name].size)
-            _convert_slots(type(self).__name__, smallest, slots[smallest], self.slots(params[smallest]))
+    def check_state(self, params: Mapping[str, Array], state: Mapping[str, Any], is_same_kind: bool) -> None:
+        """Raise InputError if a state is that of another optimizer. Compares the slots of the smallest parameter.
+        params: by name. is_same_kind: whether the state is known to be of this kind; else one that counts updates must
+        have slots if this optimizer has some."""
+        slots = state["slots"]
+        known = [name for name in params if name in slots]
+        if known or (params and state["global_step"] and not is_same_kind):
+            smallest = min(known or params, key=lambda name: params[name].size)
+            _convert_slots(self.kind, smallest, slots.get(smallest, {}), self.slots(params[smallest]))
 
     def __repr__(self) -> str:
         hyper = self.hyperparameters()
@@ -399,7 +403,19 @@ def _convert_slots(who: str, name: str, loaded: Slots, fresh: Slots) -> Slots:
             f"{who}: parameter {name!r} needs the slots {expected}, but the state holds {got}; "
             "restore the state of the same optimizer, hyper-parameters and model, or make a new optimizer"
         )
+    for slot, array in fresh.items():
+        if is_float_tensor(loaded[slot]) and not is_float_tensor(array):
+            raise InputError(
+                f"{who}: slot {slot!r} of parameter {name!r} is {describe(loaded[slot])} in the state, but must be "
+                f"{describe(array)}; restore the state of the same optimizer"
+            )
     return {slot: np.array(loaded[slot], dtype=array.dtype, like=array) for slot, array in fresh.items()}
+
+
+def optimizer_kind(optimizer: Any) -> str:
+    """Return the attribute `kind` of any optimizer if it is text, else the name of its class."""
+    kind = getattr(optimizer, "kind", None)
+    return kind if isinstance(kind, str) else type(optimizer).__name__
 
 
 def splittable(optimizer: Any) -> bool:

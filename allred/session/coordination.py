@@ -165,6 +165,8 @@ def tracked(params: Any, optimizer: Any, more: dict[str, Any]) -> tuple[Any, Dis
     value = optimizer if isinstance(optimizer, DistributedOptimizer) else getattr(optimizer, "allred", optimizer)
     _check_optimizer(value)
     nest, others = value.session_parts(params)
+    if both := sorted(others.keys() & more.keys()):
+        raise InputError(f"session.track({both[0]}=...): this name is in use for the params; choose another name")
     return nest, value, {**others, **more}
 
 

@@ -3,7 +3,9 @@
 1  Without an error: all ranks are at the end of the same step (mode ps: of their own). The chief writes, and all ranks
    receive the result.
 2  After an exception: the rank that raised it writes. In mode sync its parameters equal those of all ranks, unless an
-   update was interrupted. If several ranks fail at once, one of them writes, and the others wait for it.
+   update was interrupted. If the current step has made its update, nothing is written: hooks, and the rest of the
+   loop's body, have not seen it, so training that resumes behind it would differ from one that was not interrupted. If
+   several ranks fail at once, one of them writes, and the others wait for it.
 3  Ranks that wait for the writing rank, in a collective or because they have failed too, wait without a time limit; so
    does the end of the job (allred.watch.wait.busy). The same holds for a periodic checkpoint that is being written.
 4  In allred.join(): the rank that joined last writes, if it has made updates that the chief lacks, with its position in
@@ -25,7 +27,6 @@ from allred.errors import (
     CollectiveTimeout,
     DriftError,
     InputError,
-    NonFiniteError,
     RemoteRankError,
 )
 from allred.modes.optimizer import DistributedOptimizer
@@ -102,33 +103,40 @@ def write_after_join(saver: Saver, optimizer: DistributedOptimizer, writer: int,
 
 
 def write_after_error(
-    error: BaseException, in_step: bool, saver: Saver, optimizer: DistributedOptimizer, token: str, capture: Capture
+    error: BaseException,
+    is_unfinished: bool,
+    saver: Saver,
+    optimizer: DistributedOptimizer,
+    token: str,
+    capture: Capture,
 ) -> str | None:
     """Write the final checkpoint on the rank that raised `error`, if its parameters are those of a complete step.
 
-    in_step: whether the current step had not ended. token: identifies the session, equal on all ranks. Returns the path
-    if this rank has written it, else None.
+    is_unfinished: whether the current step has made its update, but has not ended. token: identifies the session, equal
+    on all ranks. Returns the path if this rank has written it, else None.
     """
     with wait.busy():
         saver.wait()  # the checkpoint that is being written may be the newest
         if isinstance(error, _NOT_SAVED):
             return None
-        reason = "an update was interrupted" if optimizer.session_support.update_interrupted else ""
-        if isinstance(error, NonFiniteError) and not in_step:  # raised by a hook, after the update
-            reason = "the parameters may not be finite"
+        reason = "the current step has made its update, but has not ended" if is_unfinished else ""
+        if optimizer.session_support.update_interrupted:
+            reason = "an update was interrupted"
         if reason:
             _report_no_checkpoint(f"{reason}; the newest checkpoint is the one before")
             return None
         try:
-            return _write_once(saver, optimizer.session_support.latest_step(), token, capture)
+            step = optimizer.session_support.latest_step()
+            return _write_once(saver, step, optimizer.training, token, capture)
         except AllredError as failure:
             _report_no_checkpoint(str(failure))
     return None
 
 
-def _write_once(saver: Saver, step: int, token: str, capture: Capture) -> str | None:
-    """Write the checkpoint of `step`, or wait for the rank that writes it. Raises AllredError."""
-    if checkpoint.has(saver.directory, step):
+def _write_once(saver: Saver, step: int, training: str, token: str, capture: Capture) -> str | None:
+    """Write the checkpoint of `step`, or wait for the rank that writes it. Raises AllredError. training: one that other
+    trainings have written does not count, such as a damaged one that was not restored."""
+    if checkpoint.has(saver.directory, step, training):
         return None
     claim = os.path.join(saver.directory, f".step-{step:08d}.{token}.0.tmp")
     if _claim(claim):
@@ -143,7 +151,7 @@ def _write_once(saver: Saver, step: int, token: str, capture: Capture) -> str | 
             with contextlib.suppress(OSError):  # without a checkpoint the other ranks must not wait
                 os.rmdir(claim)
     deadline = time.monotonic() + _WAIT_FOR_WRITER_S
-    while os.path.exists(claim) and not checkpoint.has(saver.directory, step) and time.monotonic() < deadline:
+    while os.path.exists(claim) and not checkpoint.has(saver.directory, step, training) and time.monotonic() < deadline:
         time.sleep(0.05)  # if the writing rank is killed, the job ends
     return None
 

@@ -203,12 +203,6 @@ class Checkpoint(Hook):
 
     def begin(self, session: "Session") -> None:
         self._saver.begin(session.step)
-        newest = checkpoint.newest(self.directory) if session.is_chief else None
-        if newest is not None and checkpoint.read_manifest(newest).step > session.step:
-            log.warning(
-                f"Checkpoint: {newest} is of a later step than this training, which begins at step {session.step}; it "
-                "is not deleted, and a restore from this directory uses it"
-            )
 
     def after_step(self, session: "Session", values: dict[str, float]) -> None:
         if self._value is None:

@@ -86,6 +86,8 @@ class Session:
         self._signals, self._metrics = coordination.StopSignals(), coordination.StepMetrics()
         self._stop_reason, self._stop_request = "", ""  # why the loop ends; why this rank asks for it
         self._in_step = self._entered = self._done = False
+        self._is_ending = False  # whether the end of a step has begun, and not all hooks have returned
+        self._due_savers: list[Saver] = []  # of hooks that asked for a checkpoint of the step that is ending
         self._outer_error: BaseException | None = None  # the exception that was being handled when the session began
         self._is_fresh = False  # mode ps: whether the parameters were pulled for the first step
         self._step_begin = 0  # the global step when the current step began
@@ -251,7 +253,7 @@ class Session:
             self._end_step()
         if self._stop_reason:
             return True
-        self._in_step = True
+        self._in_step, self._is_ending = True, False
         self._batches += 1
         self._step_begin = self.step
         for hook in self.hooks:
@@ -298,11 +300,14 @@ class Session:
             self._stop_request = self._stop_request or reason
             self.optimizer.session_support.request_stop()
 
-    def _end_step(self) -> None:
+    def _end_step(self, alone: bool = False) -> None:
+        """End the current step. Collective in mode sync, unless `alone`: then this rank has its own values, and a
+        checkpoint is not due."""
         self._note_step()
-        optimizer = self.optimizer
-        due = self.is_chief and bool(self._saver.directory) and self._saver.due(self.step)
-        make_report = self._metrics.report_all if optimizer.session_support.is_lockstep else self._metrics.report_local
+        optimizer, self._is_ending, self._due_savers = self.optimizer, True, []
+        due = self.is_chief and bool(self._saver.directory) and not alone and self._saver.due(self.step)
+        in_lockstep = optimizer.session_support.is_lockstep and not alone
+        make_report = self._metrics.report_all if in_lockstep else self._metrics.report_local
         step_report = make_report(self._signals.reason or self._stop_request, due)
         waited_s = optimizer.session_support.waited_s
         self.rates.record(self.step, int(step_report.examples), waited_s - self._waited_s)
@@ -311,22 +316,33 @@ class Session:
             self._stop_reason = self._stop_reason or step_report.stop
         for hook in self.hooks:
             hook.after_step(self, step_report.values)
+        self._state.note_position()
+        self._is_ending = False
+        for saver in self._due_savers:
+            self.save_by(saver)
         if step_report.save and not self._stop_reason:
             randoms = coordination.gather_random_states(optimizer)
             if self.is_chief:
                 self.save_by(self._saver, randoms)
 
+    def _is_unfinished(self) -> bool:
+        """Whether the current step has made its update, or its end has begun, and not all hooks have seen it."""
+        return self._is_ending or (self._in_step and self.optimizer.global_step != self._step_begin)
+
     def _note_step(self) -> None:
-        """End the current step. A batch without an update (skipped, accumulated, left by a break) is repeated."""
+        """Count the current step, if it has made an update."""
         self._in_step = False
         if self.optimizer.global_step != self._step_begin:
             self.step = self.optimizer.global_step
-            self._state.note_position()
 
     # Checkpoints.
 
     def save_by(self, saver: Saver, randoms: Any = None) -> None:
-        """For hooks, on the chief, after a step: write a checkpoint of the current state with this Saver."""
+        """For hooks, on the chief, after a step: write a checkpoint of the current state with this Saver, in
+        `after_step` when all hooks have seen the step."""
+        if self._is_ending:
+            self._due_savers.append(saver)
+            return
         in_thread = self.optimizer.session_support.is_lockstep
         saver.save(self.step, lambda: self._capture(randoms, copy=True), in_thread)
         self.rates.pause()
@@ -338,7 +354,9 @@ class Session:
 
     def _save_after_join(self, writer: int) -> None:
         """Write a checkpoint of rank `writer`, which joined last, after all ranks have joined."""
-        if self.step != self.optimizer.global_step:  # the current step has made its update
+        if self._is_unfinished():  # the loop was left by a break
+            self._end_step(alone=True)
+        elif self.step != self.optimizer.global_step:
             self._state.note_position()
         randoms = coordination.gather_random_states(self.optimizer)
         capture = functools.partial(self._capture, randoms)
@@ -348,8 +366,9 @@ class Session:
     # The end.
 
     def _finish(self) -> str | None:
-        if self._in_step:  # the loop was left by a break
-            self._note_step()
+        if self._is_unfinished():  # the loop was left by a break
+            self._end_step()
+        self._in_step = False
         self._wait_all_workers()
         randoms = coordination.gather_random_states(self.optimizer, "the end of the session")
         return final_checkpoint.write(self._saver, self.optimizer, self.step, lambda: self._capture(randoms))
@@ -366,7 +385,7 @@ class Session:
         optimizer, path = self.optimizer, None
         if self._saver.directory:
             path = final_checkpoint.write_after_error(
-                error, self._in_step, self._saver, optimizer, self._token, self._capture
+                error, self._is_unfinished(), self._saver, optimizer, self._token, self._capture
             )
         self.step = optimizer.global_step if optimizer.session_support.is_lockstep else self.step
         return path

@@ -359,8 +359,10 @@ class HookedOptimizer(ModuleCheckpoints):
                 parameter.grad = parameter.grad.to_dense()
         if not self._adapter.unscale_gradients():
             return loss
+        self._adapter.check_pulled(self._options.title, views := self._adapter.views())
         grads = {name: self._adapter.gradient(name, parameter) for name, parameter in self._adapter.named_parameters()}
-        self._step(self._adapter.views(), grads, self._samples_of_step())
+        self._step(views, grads, self._samples_of_step())
+        self._adapter.record_pull(views)
         self._adapter.release_gradients()
         return loss
 
@@ -372,6 +374,13 @@ class HookedOptimizer(ModuleCheckpoints):
     def accumulates(self) -> bool:
         """Whether gradients of an incomplete step are accumulated."""
         return bool(self._next.micro_samples)
+
+    def forget_gradients(self) -> None:
+        """Internal: drop the gradients of an incomplete step: they are of other parameters than those restored."""
+        if self._next.micro_samples:
+            self._next, self.samples = NextStep(), None
+            for _, parameter in self._adapter.named_parameters():
+                parameter.grad = None
 
     def broadcast(self, params: Any = None, root: int | None = None) -> None:
         """As `DistributedOptimizer.broadcast`. params: None, or a module, whose buffers are copied too."""

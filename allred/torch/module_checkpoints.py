@@ -83,6 +83,8 @@ class ModuleCheckpoints(DistributedOptimizer):
         if context.is_active():
             self.broadcast_others(params, root)
         super().broadcast(self.nest_of(params), root)
+        if context.is_active():
+            self._adapter.record_pull(self._adapter.views())
 
     def broadcast_others(self, params: Any, root: int | None = None) -> None:
         if isinstance(params, torch.nn.Module):
@@ -93,3 +95,5 @@ class ModuleCheckpoints(DistributedOptimizer):
         """As `DistributedOptimizer.pull`. params: None or a module, for the parameters of this optimizer. Mode ps:
         raises InputError for other parameters."""
         super().pull(self.nest_of(params) if context.is_active() else None)
+        if context.is_active():
+            self._adapter.record_pull(self._adapter.views())

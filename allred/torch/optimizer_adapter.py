@@ -19,6 +19,7 @@ from allred.optim.base import Optimizer
 from allred.optim.step_input import Slots
 from allred.ps import context
 from allred.torch.optimizer_state import from_slots, to_slots
+from allred.torch.pulled_parameters import PulledParameters
 from allred.torch.replaced_methods import dereference, weak_method
 from allred.torch.sparse import SparseGradients
 from allred.torch.tensors import as_array, as_tensor, copy_to_tensor
@@ -53,8 +54,9 @@ class OptimizerAdapter(Optimizer):
     def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str] | None = None) -> None:
         self._reference, self.global_step = weakref.ref(optimizer), 0
         self._names_by_id = names or {}
-        self.sparse = SparseGradients()
-        self._update = weak_method(optimizer, "step")  # the method of torch, which the hooked optimizer replaces
+        self.sparse, self._pulled = SparseGradients(), PulledParameters()
+        # The methods of torch, which the hooked optimizer replaces.
+        self._update, self._load = weak_method(optimizer, "step"), weak_method(optimizer, "load_state_dict")
         self._views: dict[str, tuple[torch.Tensor, Any, Any]] = {}  # by name: parameter, layout, view
         # By name: gradient and view, of the gradients that were sent with overlap.
         self._gradient_views: dict[str, tuple[torch.Tensor, Any]] = {}
@@ -105,6 +107,20 @@ class OptimizerAdapter(Optimizer):
     def views(self) -> dict[str, Any]:
         """Return {name: array over the memory} of all parameters."""
         return {name: self._view(name, parameter) for name, parameter in self.named_parameters()}
+
+    def record_pull(self, views: dict[str, Any]) -> None:
+        """Mode ps: note that the parameters are those of the servers. views: the result of `views`."""
+        self._pulled.record(self.named_parameters(), views)
+
+    def check_pulled(self, title: str, views: dict[str, Any]) -> None:
+        """Mode ps: raise InputError if the program has changed a parameter since `record_pull`."""
+        if (name := self._pulled.changed(self.named_parameters(), views)) is not None:
+            raise InputError(
+                f"{title}: the program has changed the parameter '{name}' since the last step. In mode ps the next "
+                "pull would overwrite the change, because the servers have the parameters. To keep it, make it in the "
+                "step() of the optimizer's class, which the servers run, before broadcast(), or in mode sync; to drop "
+                "it, call optimizer.allred.pull()"
+            )
 
     def _view(self, name: str, parameter: torch.Tensor) -> Any:
         known = self._views.get(name)
@@ -174,7 +190,8 @@ class OptimizerAdapter(Optimizer):
 
     @property
     def kind(self) -> str:
-        return f"torch.optim.{type(self.optimizer).__name__}"
+        kind = getattr(self.optimizer, "kind", None)
+        return kind if isinstance(kind, str) else f"torch.optim.{type(self.optimizer).__name__}"
 
     def hyperparameters(self) -> Any:
         """Return the parameter groups without their parameters; tensors of one element as numbers."""
@@ -228,8 +245,16 @@ class OptimizerAdapter(Optimizer):
     def slots(self, param: Array) -> Slots:
         return {}
 
-    def check_slots(self, params: Mapping[str, Array], slots: Mapping[str, Slots]) -> None:
-        """torch makes the state of a parameter in its first step: there is nothing to compare."""
+    def check_state(self, params: Mapping[str, Array], state: Mapping[str, Any], is_same_kind: bool) -> None:
+        """Raise InputError if a state is that of another optimizer. torch makes the state of a parameter in its first
+        step, so the names of options are compared; later versions of torch have more options that are bool or None."""
+        own = [name for name, value in self.optimizer.defaults.items() if type(value) in (int, float, tuple)]
+        for number, group in enumerate(() if is_same_kind else state.get("groups", ())):
+            if missing := sorted(set(own) - set(group)):
+                raise InputError(
+                    f"{self.kind} has the options {', '.join(missing)}, which parameter group {number} of the state "
+                    "lacks; restore the state of the same optimizer, or make a new optimizer"
+                )
 
     def update(self, param: Array, grad: Array, slots: Slots, lr: float, step: int) -> None:
         raise NotImplementedError("torch updates all parameters at once")
@@ -311,7 +336,7 @@ class OptimizerAdapter(Optimizer):
             raise InputError(f"{self.kind}.load_state_dict: the state has '{odd[0]}', which is no parameter here")
         own = self.optimizer.state_dict()
         own["state"] = {numbers[name]: from_slots(slots) for name, slots in state["slots"].items()}
-        self.optimizer.load_state_dict(own)
+        self._load(own)
         self.global_step = int(state["global_step"])
 
 
@@ -340,5 +365,11 @@ class UntrainedTensors:
             raise InputError(
                 f"buffers or untrained parameters differ: the module has {ours}, but the checkpoint has {theirs}"
             )
+        for name, value in state.items():
+            if not torch.can_cast(value.dtype, own[name].dtype):
+                raise InputError(
+                    f"buffer or untrained parameter '{name}' is {value.dtype} in the checkpoint, but {own[name].dtype} "
+                    "in the module, which cannot hold its values; make it the same dtype"
+                )
         for name, value in state.items():
             own[name].copy_(value)

@@ -1,4 +1,4 @@
-"""Replaces the methods `step` and `add_param_group` of one torch optimizer object by those of its hooked optimizer.
+"""Replaces `step`, `add_param_group` and `load_state_dict` of one torch optimizer by those of its hooked optimizer.
 
 The new methods do not keep the optimizer alive, like those of torch's learning rate schedulers. So the optimizer and
 its hooks end where the program drops its last reference, at the same line on all ranks. In a cycle of references they
@@ -12,7 +12,7 @@ from typing import Any
 from allred.errors import InputError
 from allred.torch.uncompiled import uncompiled
 
-_NAMES = ("step", "add_param_group")
+_NAMES = ("step", "add_param_group", "load_state_dict")
 
 
 def dereference(reference: "weakref.ref[Any]") -> Any:
@@ -35,7 +35,8 @@ def replace_methods(optimizer: Any) -> dict[str, Any]:
     """Replace the methods of an optimizer, whose attribute `allred` is or will be a HookedOptimizer. Return the
     argument of `restore_methods`."""
     saved = {name: vars(optimizer)[name] for name in _NAMES if name in vars(optimizer)}
-    add_group, reference = weak_method(optimizer, "add_param_group"), weakref.ref(optimizer)
+    add_group, load = weak_method(optimizer, "add_param_group"), weak_method(optimizer, "load_state_dict")
+    reference = weakref.ref(optimizer)
 
     @uncompiled
     def step(closure: Callable[[], Any] | None = None) -> Any:
@@ -49,8 +50,12 @@ def replace_methods(optimizer: Any) -> dict[str, Any]:
         add_group(param_group)
         hooked.add_hooks()
 
+    def load_state_dict(state_dict: dict[str, Any]) -> None:
+        load(state_dict)
+        dereference(reference).allred.forget_gradients()
+
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers made later keep this method
-    optimizer.step, optimizer.add_param_group = step, add_param_group
+    optimizer.step, optimizer.add_param_group, optimizer.load_state_dict = step, add_param_group, load_state_dict
     return saved
 
 

@@ -197,7 +197,16 @@ class Own:
     def state_dict(self): return {k: v.copy() for k, v in self.sums.items()}
     def load_state_dict(self, state): self.sums = {k: v.copy() for k, v in state.items()}
 
+class Odd(allred.optim.Optimizer):  # slots named like parts of the format of checkpoints
+    elementwise = True
+    def slots(self, param): return {name: np.zeros(param.shape) for name in ("", "extra", "state", "m")}
+    def update(self, param, grad, slots, lr, step):
+        for number, slot in enumerate(slots.values()):
+            slot += number * grad
+        param -= lr * slots["m"]
+
 def optimizer(name):
+    if name == "odd": return Odd(lr=0.01)
     if name == "adam": return allred.optim.AdamW(lr=0.01)
     if name == "momentum": return allred.optim.SGD(lr=0.01, momentum=0.9)
     return Own()
@@ -248,7 +257,7 @@ for job in jobs:
 @pytest.mark.parametrize("mpi", MPIS)
 def test_parameters_and_state_pass_between_any_number_of_servers_and_mode_sync(mpi, tmp_path):
     """Four ranks, of which so many are servers; 0: mode sync. The state of a user's own optimizer is on one server."""
-    ways = {"adam": (1, 3, 0, 2, 0), "momentum": (3, 0), "own": (1, 0, 1)}
+    ways = {"adam": (1, 3, 0, 2, 0), "momentum": (3, 0), "own": (1, 0, 1), "odd": (2, 0)}
     jobs = [f"{name}:{servers}" for name, numbers in ways.items() for servers in numbers]
     result = mpirun(
         4,

@@ -5,6 +5,7 @@ Expected values come from one process: each rank also trains a copy of the model
 
 import copy
 import dataclasses
+import tempfile
 import warnings
 
 import numpy as np
@@ -131,6 +132,32 @@ def accumulate():
     train(model, opt, batch(99))  # an incomplete step
     train(other, plain, joined(99))
     close(model, other)
+
+
+@case
+def a_restored_state_has_no_gradients_of_an_incomplete_step():
+    """Also where the program calls `load_state_dict` of torch."""
+    directory = allred.broadcast_object(tempfile.mkdtemp())
+    for how in ("restore", "load_state_dict", "of torch"):
+        model, opt, other, plain = hooked(net(), accumulate=3)
+        opt.allred.save(directory, model)
+        allred.barrier()
+        state, of_torch = opt.allred.state_dict(), opt.state_dict()
+        opt.allred.samples = 5
+        (1000 * loss_of(model, batch(7))).backward()
+        loss_of(model, batch(8)).backward()
+        if how == "restore":
+            assert opt.allred.restore(directory, model) == 0
+        elif how == "load_state_dict":
+            opt.allred.load_state_dict(state)
+        else:
+            opt.load_state_dict(of_torch)
+        assert not opt.allred.accumulates
+        for optimizer, net_, get in ((opt, model, batch), (plain, other, joined)):
+            for micro in range(3):
+                (loss_of(net_, get(micro)) / 3).backward()
+            optimizer.step()
+        close(model, other)
 
 
 @case_with_overlap

@@ -132,6 +132,75 @@ def float16_is_bit_identical_to_one_process():
     check_bits(sgd, torch.float16)
 
 
+def in_place(weight):
+    with torch.no_grad():
+        weight[0, 0] += 1
+
+
+def of_data(weight):
+    weight.data.mul_(0.5)
+
+
+def other_data(weight):
+    weight.data = weight.data + 1
+
+
+def a_row_of_data(weight):
+    weight.data[-1] = 7.0
+
+
+def one_element_of_data(weight):
+    weight.data[3, 1, 2, 0] += 7.0
+
+
+@case(2)
+def changes_of_parameters_by_the_program():
+    """They would be lost at the next pull: an error, unless they are undone, or dropped by pull, or before broadcast.
+    Of a single element through `.data` after some steps. Weights with the memory format channels_last too."""
+    model = nn.Sequential(nn.Conv2d(3, 40, 3), nn.Flatten(), nn.Linear(40, 3))
+    other = copy.deepcopy(model)
+    model.to(memory_format=torch.channels_last)
+    x, y = torch.randn(4, 3, 3, 3), torch.arange(4) % 3
+    opt, plain = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, other))
+    allred.distributed(opt)
+
+    def step(both=True):
+        for net, optimizer in ((model, opt), (other, plain)) if both else ((model, opt),):
+            optimizer.zero_grad()
+            functional.cross_entropy(net(x), y).backward()
+            optimizer.step()
+
+    opt.allred.broadcast()
+    step()
+    for change in (in_place, of_data, other_data, a_row_of_data):
+        for tensor in (model[0].weight, model[2].weight):
+            change(tensor)
+            for _ in range(2):
+                assert "opt.step(): the program has changed the parameter" in raised(lambda: step(both=False))
+            opt.allred.pull()
+            step()
+            same(model, other, 1e-5)
+    kept = model[0].weight.data.clone()  # an evaluation with other values
+    for values in (kept + 1, kept):
+        model[0].weight.data.copy_(values)
+    step()
+    model[0].weight.data = model[0].weight.data.clone()
+    step()
+    same(model, other, 1e-5)
+
+    def steps():
+        for _ in range(40):
+            one_element_of_data(model[0].weight)
+            step(both=False)
+
+    assert "the program has changed the parameter" in raised(steps)
+    in_place(other[2].weight)
+    model.load_state_dict(other.state_dict())
+    opt.allred.broadcast()
+    step()
+    same(model, other, 1e-5)
+
+
 @case(2)
 def grad_scaler_of_torch_with_a_fused_optimizer():
     """GradScaler leaves unscaling and the skipped update to a fused optimizer, which runs on the servers here."""

@@ -1,11 +1,13 @@
-"""`UntrainedTensors`, the buffers and untrained parameters of a module, without other ranks."""
+"""`UntrainedTensors`, the buffers and untrained parameters of a module, and states of other optimizers, without other
+ranks."""
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from allred.errors import InputError  # noqa: E402
-from allred.torch.optimizer_adapter import UntrainedTensors  # noqa: E402
+from allred.optim.base import optimizer_kind  # noqa: E402
+from allred.torch.optimizer_adapter import OptimizerAdapter, UntrainedTensors  # noqa: E402
 
 
 def other_tensors(size):
@@ -29,3 +31,62 @@ def test_missing_buffers_are_an_error():
     del state["1.num_batches_tracked"]
     with pytest.raises(InputError, match=r"the module has {'1.num_batches_tracked': \(\)}, but the checkpoint has {}"):
         other_tensors(3).load_state_dict(state)
+
+
+def test_integer_buffers_do_not_take_floats():
+    """batch_norm counts its passes."""
+    tensors = other_tensors(3)
+    state = {name: value.clone() for name, value in tensors.state_dict().items()}
+    state["1.num_batches_tracked"] = torch.tensor(2.5)
+    state["1.running_mean"] += 1
+    with pytest.raises(
+        InputError, match=r"'1.num_batches_tracked' is torch.float32 in the checkpoint, but torch.int64"
+    ):
+        tensors.load_state_dict(state)
+    assert tensors.state_dict()["1.running_mean"].sum() == 0
+    state["1.num_batches_tracked"] = torch.tensor(2, dtype=torch.int32)
+    state["1.running_mean"] = state["1.running_mean"].double()
+    tensors.load_state_dict(state)
+    assert tensors.state_dict()["1.num_batches_tracked"] == 2
+
+
+class RenamedSGD(torch.optim.SGD):
+    kind = "torch.optim.SGD"
+
+
+def adapter_of(cls, **options):
+    optimizer = cls([torch.nn.Parameter(torch.ones(2))], lr=0.1, **options)
+    adapter = OptimizerAdapter(optimizer)
+    adapter.keeps = optimizer
+    return adapter
+
+
+@pytest.mark.parametrize(
+    ("saved", "restoring", "missing"),
+    [
+        ("SGD", "Adam", "betas, eps"),
+        ("Adam", "SGD", "dampening, momentum"),
+        ("Adagrad", "RMSprop", "alpha, momentum"),
+        ("SGD", "SGD", ""),
+        ("Adam", "Adam", ""),
+    ],
+)
+def test_options_are_compared_if_a_checkpoint_does_not_name_the_optimizer(saved, restoring, missing):
+    """As those of earlier versions. Options that are bool or None are new in some version of torch."""
+    state = adapter_of(getattr(torch.optim, saved)).state_dict()
+    for name in ("foreach", "fused", "maximize", "amsgrad", "nesterov"):
+        state["groups"][0].pop(name, None)
+    state["groups"][0]["initial_lr"] = 0.1
+    own = adapter_of(getattr(torch.optim, restoring))
+    own.check_state({}, state, is_same_kind=True)
+    if not missing:
+        own.check_state({}, state, is_same_kind=False)
+        own.load_state_dict(state)
+        return
+    with pytest.raises(InputError, match=f"torch.optim.{restoring} has the options {missing}, which parameter group 0"):
+        own.check_state({}, state, is_same_kind=False)
+
+
+def test_a_class_can_have_the_kind_of_another_one():
+    assert optimizer_kind(adapter_of(torch.optim.SGD)) == "torch.optim.SGD"
+    assert optimizer_kind(adapter_of(RenamedSGD)) == "torch.optim.SGD"

@@ -246,14 +246,15 @@ def test_a_complete_training_prints_a_line(world, tmp_path, capfd):
     assert "max_steps=2 is reached already, at step 2: no step is made" in capfd.readouterr().err
 
 
-def test_the_step_of_a_failure(world, tmp_path):
+def test_the_step_of_a_failure(world, tmp_path, capfd):
     witness = Witness()
     session = Session(tmp_path, hooks=[witness])
     session.log = lambda **values: 1 / 0
     with pytest.raises(ZeroDivisionError), session:
         train(session, [1.0, 2.0])
-    assert witness.outcome.step == 1
-    assert witness.outcome.checkpoint.endswith("step-00000001")
+    assert (witness.outcome.step, witness.outcome.checkpoint) == (1, None)
+    words = "no checkpoint was written at the end: the current step has made its update, but has not ended"
+    assert words in capfd.readouterr().err
 
 
 def test_nan_loss_raises_or_stops(world):
@@ -351,7 +352,8 @@ def test_a_forked_process_ends_by_a_signal_as_it_would_without():
 @pytest.mark.parametrize("error", [None, ValueError])
 @pytest.mark.parametrize("updated", [False, True])
 def test_a_loop_that_is_left_loses_no_batch_and_repeats_none(world, tmp_path, error, updated):
-    """By a break, or by an exception, before the update of batch 2 or behind it."""
+    """By a break, or by an exception, before the update of batch 2 or behind it: then no checkpoint is written, as the
+    step has not ended, and training starts again."""
 
     def run(leaves_at=None):
         params, opt = [np.zeros(1)], allred.distributed(allred.optim.SGD(lr=1.0))
@@ -372,9 +374,79 @@ def test_a_loop_that_is_left_loses_no_batch_and_repeats_none(world, tmp_path, er
     seen = []
     with pytest.raises(error) if error else contextlib.nullcontext():
         assert run(leaves_at=2) == len(seen)
-    assert checkpoint.newest(tmp_path).name == f"step-{len(seen):08d}"
+    if updated and error:
+        assert checkpoint.newest(tmp_path) is None
+        seen.clear()
+    else:
+        assert checkpoint.newest(tmp_path).name == f"step-{len(seen):08d}"
     assert run() == 6
     assert seen == list(range(6))
+
+
+class Fault(Hook):
+    """Leaves a training at one place of step 5."""
+
+    def __init__(self, place=""):
+        self.place = place
+
+    def at(self, place, step):
+        if (place, step) == (self.place, 5):
+            raise ValueError("boom")
+
+    def before_step(self, session):
+        self.at("before_step", session.step + 1)
+
+    def after_step(self, session, values):
+        self.at("after_step", session.step)
+
+
+PLACES = ["before_step", "before the update", "after the update", "after the log", "break", "after_step"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("faults_first", [True, False])
+@pytest.mark.parametrize("whiles", [True, False])
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_training_that_is_left_anywhere_continues_as_if_it_was_not(
+    world, tmp_path, place, faults_first, whiles, skips
+):
+    """Parameters, the position in the data, an average of the parameters, and the decision to stop. skips: step 4 has
+    gradients that are not finite. The hook Checkpoint comes first, but saves what the others have seen."""
+
+    def run(directory, place=""):
+        params, opt = {"w": np.zeros(2)}, allred.distributed(allred.optim.SGD(lr=0.5, momentum=0.5), nonfinite="skip")
+        average, fault, stopping = MovingAverage(params, 0.5), Fault(place), EarlyStopping(patience=4)
+        data = allred.data.batches(np.arange(1, 13), batch_size=1, seed=None)
+        hooks = [Checkpoint(directory / "hook", 3), Averaging(average), stopping]
+        hooks.insert(1 if faults_first else 3, fault)
+
+        def batches():
+            rows = iter(data)
+            while not session.should_stop():
+                if (row := next(rows, None)) is None:
+                    return
+                yield row
+
+        with Session(directory / "own", save_steps=2 if skips else 3, hooks=hooks, log_steps=None) as session:
+            session.track(params=params, optimizer=opt, data=data)
+            for [number] in batches() if whiles else session.steps(data):
+                fault.at("before the update", number)
+                opt.step(params, {"w": np.array([number, math.nan if skips and number == 4 else 1.0])})
+                fault.at("after the update", number)
+                session.log(loss=20.0 - number if number < 6 else 20.0)
+                fault.at("after the log", number)
+                if (place, number) == ("break", 5):
+                    break
+        return session.step, params["w"].tolist(), average.state_dict()["averages"]["w"].tolist(), stopping.state_dict()
+
+    whole = run(tmp_path / "whole")
+    with contextlib.nullcontext() if place == "break" else pytest.raises(ValueError, match="boom"):
+        run(tmp_path / "parts", place)
+    assert run(tmp_path / "parts") == whole
+    by_hook = allred.checkpoint.list_complete(tmp_path / "parts" / "hook")[-1].parent
+    (tmp_path / "other").mkdir()
+    by_hook.rename(tmp_path / "other" / "own")
+    assert run(tmp_path / "other") == whole
 
 
 def test_a_failure_in_the_first_step_leaves_nothing_to_wait_for(world, tmp_path):
@@ -393,9 +465,9 @@ def test_a_commit_leaves_a_rank_that_writes_its_claim(tmp_path):
 
     saver = types.SimpleNamespace(directory=str(tmp_path), save_final=save_final, wait=lambda: None)
     optimizer = types.SimpleNamespace(
-        session_support=types.SimpleNamespace(latest_step=lambda: 6, update_interrupted=False)
+        training="this", session_support=types.SimpleNamespace(latest_step=lambda: 6, update_interrupted=False)
     )
-    final_checkpoint.write_after_error(ValueError(), True, saver, optimizer, "ab12", lambda: str)
+    final_checkpoint.write_after_error(ValueError(), False, saver, optimizer, "ab12", lambda: str)
     assert len(seen) == 1
     assert not list(tmp_path.glob(".*"))
 
@@ -425,7 +497,7 @@ def test_all_ranks_count_from_the_restored_step(world, tmp_path, monkeypatch):
         def load_state_dict(self, state):
             pass
 
-    opt, told = allred.distributed(Own(), nonfinite="skip"), iter([None, (7, "extra")])
+    opt, told = allred.distributed(Own(), nonfinite="skip"), iter([None, (7, "extra", "training")])
     assert opt.global_step == 0
     others = types.SimpleNamespace(
         within=lambda _: contextlib.nullcontext(),
@@ -438,6 +510,15 @@ def test_all_ranks_count_from_the_restored_step(world, tmp_path, monkeypatch):
     for gradient in (1.0, math.nan):
         opt.step([np.zeros(2)], [np.full(2, gradient)])
         assert opt.global_step == 8
+
+
+def test_a_name_that_the_params_use_for_their_buffers_is_refused(world, tmp_path):
+    opt, params = allred.distributed(allred.optim.SGD(lr=1.0)), [np.zeros(2)]
+    opt.session_parts = lambda params: (params, {"module": EarlyStopping()})  # as of a torch module
+    with Session(tmp_path) as session:
+        with pytest.raises(InputError, match=r"session.track\(module=...\): this name is in use"):
+            session.track(params=params, optimizer=opt, module=EarlyStopping())
+        session.track(params=params, optimizer=opt, modules=EarlyStopping())
 
 
 def test_more_things_are_kept(world, tmp_path):
@@ -769,8 +850,34 @@ def test_the_best_beside_those_of_an_earlier_training(world, tmp_path, capfd):
         train(session, [1.0] * 6)
     with Session(hooks=[Checkpoint(tmp_path, best="loss")]) as session:
         train(session, [3.0, 1.0, 2.0])
-    assert [path.name for path in checkpoint.list_complete(tmp_path)] == ["step-00000002", "step-00000005"]
-    assert "step-00000005 is of a later step than this training, which begins at step 0" in capfd.readouterr().err
+    assert [path.name for path in checkpoint.list_complete(tmp_path)] == ["step-00000002"]
+    assert "step-00000005 is of a later step than step 1, which is saved now" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("damaged", ["shard", "manifest", "length"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_damaged_checkpoint_is_not_the_final_one(world, tmp_path, damaged, fails):
+    """Of the same step, or of a later one: a later training does not restore it, even if it can be read again."""
+
+    def run(steps, fails=False):
+        losses = (float(step) if step < steps - fails else _raise(ValueError("boom")) for step in range(steps))
+        with (
+            pytest.raises(ValueError, match="boom") if fails else contextlib.nullcontext(),
+            Session(tmp_path, save_steps=4) as session,
+        ):
+            train(session, losses)
+
+    run(4)
+    run(3)
+    newest = checkpoint.newest(tmp_path)
+    assert newest.name == "step-00000007"
+    file = newest / "manifest.json" if damaged == "manifest" else next(newest.glob("shard*"))
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] if damaged == "length" else content[:-1] + bytes([content[-1] ^ 1]))
+    run(3 + fails, fails)  # from step 4
+    path = checkpoint.newest(tmp_path)
+    assert (path.name, checkpoint.verify(path)) == ("step-00000007", [])
+    assert checkpoint.read_checkpoint(path).params["w"].tolist() == [-7, -7]
 
 
 def test_a_best_that_was_not_written_is_not_the_best(world, tmp_path, monkeypatch):
@@ -872,11 +979,7 @@ def test_the_last_checkpoint_of_a_failure_before_a_later_one_that_is_damaged(wor
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     with pytest.raises(ZeroDivisionError), Session(tmp_path) as session:
         train(session, [1, 1, 0], gradient=lambda loss: 1 / loss)
-    assert [path.name for path in checkpoint.list_complete(tmp_path)] == [
-        "step-00000001",
-        "step-00000003",
-        "step-00000005",
-    ]
+    assert [path.name for path in checkpoint.list_complete(tmp_path)] == ["step-00000001", "step-00000003"]
 
 
 @pytest.mark.parametrize("tracked", [True, False])

@@ -1,0 +1,84 @@
+"""Restoring: reads the newest checkpoint on one rank, and checks that it is of this model and this optimizer."""
+
+import os
+import pathlib
+from typing import Any, NamedTuple
+
+from allred import arrays, checkpoint, log, nest
+from allred.checkpoint import SavedTensors
+from allred.errors import CheckpointError, InputError
+from allred.gpu import device_arrays as gpu
+from allred.optim.base import Optimizer, optimizer_kind
+
+
+class Restored(NamedTuple):
+    """Content of a checkpoint without the parameters. state: of the optimizer. extra: what was passed to `saving`."""
+
+    step: int
+    state: Any
+    extra: Any
+
+
+def load_newest(directory: str | os.PathLike[str], optimizer: Any, params: Any) -> Restored | None:
+    """Copy the parameters of the newest undamaged checkpoint into `params`, and return the rest; None if there is none.
+    Raises CheckpointError, and nothing has changed."""
+    found, damaged = checkpoint.read_newest(directory)
+    if damaged and found is None:
+        raise CheckpointError(
+            f"{damaged[0]}; no checkpoint in {os.fspath(directory)} is complete. Move them away to start without a "
+            "checkpoint"
+        )
+    for text in damaged:
+        log.warning(f"a later checkpoint is skipped: {text}")
+    if found is None:
+        return None
+    path, content = found
+    _check_optimizer(optimizer, content, path)
+    state, pickled = content.meta["optimizer"], content.pickled
+    own = checkpoint.unpickle_state(pickled) if state is None else {**state, "slots": content.slots}
+    _fill_parameters(nest.leaves(params), content.params, path)
+    return Restored(content.step, own, checkpoint.unpickle_extra(pickled))
+
+
+def _check_optimizer(optimizer: Any, content: SavedTensors, path: pathlib.Path) -> None:
+    """Raise CheckpointError if a checkpoint is of another kind of optimizer. Those of earlier versions do not name the
+    kind: then their slots and options are compared."""
+    kind, own = content.meta.get("kind"), optimizer_kind(optimizer)
+    if kind is not None and kind != own:
+        raise CheckpointError(
+            f"{path} is of another optimizer: it was saved with {kind}, but this one is {own}; restore it with {kind}. "
+            f"If {own} is {kind} under another name, give its class the attribute kind = {kind!r}. To use only the "
+            "parameters, copy allred.checkpoint.read_checkpoint(path).params"
+        )
+    is_ours, state = isinstance(optimizer, Optimizer), content.meta["optimizer"]
+    if is_ours != (state is not None):
+        theirs = "an optimizer that is not of allred.optim" if is_ours else "an optimizer of allred.optim"
+        raise CheckpointError(
+            f"{path} is of another optimizer: it was saved with {theirs}, but this one is {own}; restore it with the "
+            "optimizer that saved it"
+        )
+    if is_ours:
+        try:
+            optimizer.check_state(content.params, {**state, "slots": content.slots}, kind is not None)
+        except InputError as error:
+            raise CheckpointError(f"{path} is of another optimizer: {error}") from None
+
+
+def _fill_parameters(named: list[nest.Leaf], values: dict[str, Any], path: pathlib.Path) -> None:
+    """Copy the values of a checkpoint into the parameters. Raises CheckpointError if it is of another model."""
+    for name, leaf in named:
+        if name not in values or values[name].shape != leaf.shape:
+            got = f"has shape {values[name].shape} there" if name in values else "is not in it"
+            raise CheckpointError(
+                f"{path} is of another model: '{name}' {leaf.shape} {got}; pass a directory of checkpoints of this one"
+            )
+        dtype = gpu.shape_and_dtype(leaf)[1] if gpu.is_device(leaf) else leaf.dtype
+        if not arrays.can_hold(dtype, values[name]):
+            raise CheckpointError(
+                f"{path} is of another model: '{name}' is {values[name].dtype} there, with values that the parameter, "
+                f"which is {dtype}, cannot hold; make it {values[name].dtype}"
+            )
+    if odd := sorted(set(values) - {name for name, _ in named}):
+        raise CheckpointError(f"{path} is of another model: it has '{odd[0]}', which this model lacks")
+    for name, leaf in named:
+        gpu.fill(leaf, values[name])
