@@ -101,7 +101,7 @@ class SyncMode(Mode):
     def __init__(self, optimizer: Any, options: StepOptions, clipper: Clipper, owner: Owner) -> None:
         self._optimizer, self._options, self._clipper = optimizer, options, clipper
         self._title = options.title
-        self._reducer = Reducer(options, self._title)
+        self._reducer = Reducer(options, self._title, getattr(owner, "reduction_agreement", None))
         self._checks = MistakeChecks(options, self._title, optimizer)
         self._overlap: Overlap | None = None  # after the first opt.reduce() of any rank
         self._timer, self._not_in_place = StepTimer(), NotInPlace(options.compression)

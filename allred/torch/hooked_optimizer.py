@@ -23,7 +23,7 @@ from allred import log
 from allred.comm import functions
 from allred.comm.ops import ReduceOp
 from allred.data.loader import claim_samples
-from allred.errors import InputError
+from allred.errors import AllredError, InputError
 from allred.modes.clipping import UpdateClipper
 from allred.modes.match import Accumulator, SampleCount
 from allred.modes.options import StepOptions
@@ -32,10 +32,12 @@ from allred.ps import context
 from allred.torch import reduced_marks
 from allred.torch.backward_callbacks import call_after_backward
 from allred.torch.backward_state import BackwardPass, NextStep, decide_overlap, layout_of
+from allred.torch.gradient_hooks import GradientHooks
 from allred.torch.module_checkpoints import ModuleCheckpoints
 from allred.torch.optimizer_adapter import OptimizerAdapter
+from allred.torch.reduction_agreement import ReductionAgreement
 from allred.torch.replaced_methods import replace_methods, restore_methods
-from allred.torch.uncompiled import skip_frames, uncompiled
+from allred.torch.uncompiled import uncompiled
 
 _call_orders = itertools.count()
 _graph_task = torch._C._current_graph_task_id
@@ -82,10 +84,11 @@ class HookedOptimizer(ModuleCheckpoints):
         self._accumulator = Accumulator(1)  # torch adds up the gradients of micro-steps
         self._clipper: UpdateClipper = UpdateClipper(options.clip_norm, options.scaler, self.name)
         self._backward, self._next = BackwardPass(), NextStep()
+        self.reduction_agreement = ReductionAgreement(options.title)
         self._is_local = False  # inside of no_sync()
         self._marks = options.op is ReduceOp.SUM or options.scaler is not None  # gradients are reduced once
         self._agreed_layout: tuple[Any, ...] = ()  # the parameters when sparse gradients were agreed on
-        self._hooks: dict[int, tuple[torch.Tensor, list[Any]]] = {}  # by id of the parameter, which is kept
+        self._hooks = GradientHooks(self._marks)
         self._graph_task = -1  # the run of the autograd engine that called a hook last
         self._overlaps: bool | None = None  # the decision; None: not made yet
         self._repeats = False  # whether a backward pass has called the hook of a parameter twice
@@ -95,7 +98,7 @@ class HookedOptimizer(ModuleCheckpoints):
             log.warning(f"{self.name}: save() and checkpoints of a session will fail: {error}")
         self._replaced = replace_methods(optimizer)
         self.add_hooks()
-        weakref.finalize(self, _remove, self._hooks).atexit = False
+        weakref.finalize(self, self._hooks.remove).atexit = False
         _hooked.add(self)
 
     # Hooks.
@@ -114,17 +117,7 @@ class HookedOptimizer(ModuleCheckpoints):
 
     def add_hooks(self) -> None:
         """Internal: attach hooks to parameters that have none."""
-        reference = weakref.ref(self)
-        for name, parameter in self._adapter.named_parameters():
-            if id(parameter) not in self._hooks and parameter.requires_grad:
-
-                def hook(parameter: torch.Tensor, name: str = name) -> None:
-                    if (owner := reference()) is not None:
-                        owner.on_gradient(name, parameter)
-
-                watching = reduced_marks.watch(parameter) if self._marks else []
-                self._hooks[id(parameter)] = parameter, [parameter.register_post_accumulate_grad_hook(hook), *watching]
-                skip_frames(hook, HookedOptimizer.on_gradient)
+        self._hooks.add(self, self._adapter.named_parameters())
 
     def detach(self) -> None:
         """Remove the hooks: the optimizer is that of torch again, and each rank trains alone. Call it on all ranks.
@@ -133,7 +126,7 @@ class HookedOptimizer(ModuleCheckpoints):
         other objects may keep the optimizer alive, before the parameters get another optimizer.
         """
         optimizer = self._adapter.optimizer
-        _remove(self._hooks)
+        self._hooks.remove()
         restore_methods(optimizer, self._replaced)
         _hooked.discard(self)
         del optimizer.allred
@@ -159,7 +152,7 @@ class HookedOptimizer(ModuleCheckpoints):
     def on_gradient(self, name: str, parameter: Any) -> None:
         """Internal: a gradient of the current backward pass is complete."""
         if self._is_local:
-            self._next.is_reduced = False
+            self._next.is_reduced, self.reduction_agreement.has_local = False, True
             return
         if (task := _graph_task()) != self._graph_task:
             self._graph_task = task
@@ -217,7 +210,7 @@ class HookedOptimizer(ModuleCheckpoints):
         if failed.names:
             if not self._sync_mode().cancel_reduce():
                 problem = "an exception has ended the backward pass after gradients were sent"
-                with contextlib.suppress(InputError):
+                with contextlib.suppress(InputError), self._ends_at_error():
                     self._step({}, {}, None, problem)
             self._samples = SampleCount()
 
@@ -256,6 +249,20 @@ class HookedOptimizer(ModuleCheckpoints):
 
     def reduce_all(self) -> None:
         """Internal: replace the gradients by their mean over the ranks. Collective."""
+        with self._ends_at_error():
+            self._reduce_all()
+
+    @contextlib.contextmanager
+    def _ends_at_error(self) -> Iterator[None]:
+        """Begin a new step after an error, which all ranks raise, some in a backward pass and others in `step`."""
+        try:
+            yield
+        except AllredError:
+            self._end_step()
+            self._sync_mode().forget_order()
+            raise
+
+    def _reduce_all(self) -> None:
         mode, parameters = self._sync_mode(), self._trained()
         backward, self._backward = self._backward, BackwardPass()
         layout = layout_of(parameters, self._has_overlap())
@@ -308,22 +315,41 @@ class HookedOptimizer(ModuleCheckpoints):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._next.is_reduced or self._next.micro_samples:
-            self.reduce_all()
+        self.reduce_in_step()
         if self._next.is_skipped:
-            self._next = NextStep()
+            self._end_step()
             return loss
+        self._compare()
         self._clip()
         self._update()
         return loss
+
+    def reduce_in_step(self) -> None:
+        """Internal: reduce the gradients if the end of a backward pass has not done it. Collective."""
+        if self._next.is_reduced and not self._next.micro_samples and self._adapter.has_gradients:
+            return
+        self.reduction_agreement.in_step = True
+        try:
+            self.reduce_all()
+        finally:
+            self.reduction_agreement.in_step = False
+
+    def _compare(self) -> None:
+        """Compare the gradients between the ranks, if they were not reduced in the same way on all."""
+        with self._ends_at_error(), functions.within(self.process_set):
+            self.reduction_agreement.compare(self._adapter.reduced_gradients)
+
+    def _end_step(self) -> None:
+        self._next = NextStep()
+        self.reduction_agreement.begin_step()
 
     def _update(self, *arguments: Any) -> Any:
         """Call the method `step` of torch."""
         with self._sync_mode().updating():
             result = self._adapter.update_parameters(*arguments)
-        self._next = NextStep()
+        self._end_step()
         self._updates.known = self._adapter.global_step
-        self.add_hooks()  # to parameters that require a gradient now
+        self.add_hooks()  # to parameters that the program has put into a group itself
         return result
 
     def _clip(self) -> None:
@@ -331,13 +357,15 @@ class HookedOptimizer(ModuleCheckpoints):
         if self._clipper.limit is None or not self._next.is_reduced or self._next.is_skipped:
             return
         scale = getattr(self._adapter.optimizer, "grad_scale", None)  # of torch's GradScaler, if the update unscales
+        gradients = list(self._adapter.reduced_gradients().values())
         with functions.within(self.process_set):
-            self._clipper.clip_for_update(self._adapter.reduced_gradients(), 1.0 if scale is None else float(scale))
+            self._clipper.clip_for_update(gradients, 1.0 if scale is None else float(scale))
         self._adapter.release_gradients()
 
     def _mean_loss(self, closure: Callable[[], Any]) -> Any:
         """Call the closure; return the mean of its loss over the ranks, so that all ranks make the same decisions."""
         samples, loss = self.samples, closure()
+        self._compare()
         self._clip()
         if loss is None:
             return None
@@ -376,11 +404,5 @@ class HookedOptimizer(ModuleCheckpoints):
     def broadcast(self, params: Any = None, root: int | None = None) -> None:
         """As `DistributedOptimizer.broadcast`. params: None, or a module, whose buffers are copied too."""
         self._agreed_layout = ()  # a rank that had joined may not have taken part in the agreement
+        self.reduction_agreement.begin_step()
         super().broadcast(params, root)
-
-
-def _remove(hooks: dict[int, tuple[torch.Tensor, list[Any]]]) -> None:
-    for _, handles in hooks.values():
-        for handle in handles:
-            handle.remove()
-    hooks.clear()

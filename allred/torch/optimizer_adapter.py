@@ -123,13 +123,20 @@ class OptimizerAdapter(Optimizer):
             held = self._gradient_views[name] = grad, _gradient_view(grad)
         return held[1]
 
-    def reduced_gradients(self) -> list[Any]:
-        """Return arrays over the gradients of all parameters that can be trained; of a sparse one its values."""
-        found = []
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a parameter has a gradient."""
+        groups = self.optimizer.param_groups
+        return any(parameter.grad is not None for group in groups for parameter in group["params"])
+
+    def reduced_gradients(self) -> dict[str, Any]:
+        """Return arrays over the gradients of all parameters that can be trained, by name; of a sparse one its
+        values."""
+        found: dict[str, Any] = {}
         for name, parameter in self.named_parameters():
             if parameter.requires_grad and parameter.grad is not None:
                 is_sparse = parameter.grad.is_sparse
-                found.append(as_array(parameter.grad.values()) if is_sparse else self.gradient(name, parameter))
+                found[name] = as_array(parameter.grad.values()) if is_sparse else self.gradient(name, parameter)
         return found
 
     def step_input(self) -> tuple[dict[str, Any], dict[str, Any]]:

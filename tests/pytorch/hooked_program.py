@@ -813,6 +813,7 @@ def the_order_of_gradients_is_agreed_on_with_overlap():
 
 if __name__ == "__main__":
     import hooked_edge_cases  # noqa: F401  (more cases; it imports from this file)
+    import hooked_gradient_cases  # noqa: F401
 
     run_cases("no_overlap ")
     world.current().config = dataclasses.replace(world.config(), overlap="always", check_steps=0)

@@ -149,8 +149,7 @@ class HorovodStep(HookedOptimizer):
 
     def synchronize(self) -> None:
         """Reduce the gradients if no backward pass has done it. A gradient that all ranks lack becomes zeros."""
-        if not self._next.is_reduced or self._next.micro_samples:
-            self.reduce_all()
+        self.reduce_in_step()
         for parameter in self._trained().values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
