@@ -37,6 +37,7 @@ from allred.torch.module_checkpoints import ModuleCheckpoints
 from allred.torch.optimizer_adapter import OptimizerAdapter
 from allred.torch.reduction_agreement import ReductionAgreement
 from allred.torch.replaced_methods import replace_methods, restore_methods
+from allred.torch.tensors import copy_like
 from allred.torch.uncompiled import uncompiled
 
 _call_orders = itertools.count()
@@ -384,7 +385,7 @@ class HookedOptimizer(ModuleCheckpoints):
                 loss = closure()
         for _, parameter in self._adapter.named_parameters():
             if parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.to_dense()
+                parameter.grad = copy_like(parameter, parameter.grad.to_dense())
         if not self._adapter.unscale_gradients():
             return loss
         grads = {name: self._adapter.gradient(name, parameter) for name, parameter in self._adapter.named_parameters()}

@@ -5,6 +5,7 @@ program later calls `step()` of the torch optimizer. On a parameter server `step
 parameters of the server's copy of the torch optimizer are views of the server's memory.
 """
 
+import itertools
 import json
 import operator
 import weakref
@@ -21,7 +22,7 @@ from allred.ps import context
 from allred.torch.optimizer_state import from_slots, to_slots
 from allred.torch.replaced_methods import dereference, weak_method
 from allred.torch.sparse import SparseGradients
-from allred.torch.tensors import as_array, as_tensor, copy_to_tensor
+from allred.torch.tensors import as_array, as_tensor, copy_like
 
 _NOT_HYPERPARAMETERS = ("params", "param_names")
 _NUMPY_DTYPES = (torch.float32, torch.float64, torch.float16)
@@ -47,8 +48,8 @@ def _gradient_view(grad: torch.Tensor) -> Any:
 
 class OptimizerAdapter(Optimizer):
     """A torch optimizer with the interface of an optimizer of allred. Parameters are named as in `named_parameters()`
-    if the torch optimizer was made with that, else as in `names` (by id), else "group.position". It does not keep the
-    torch optimizer alive."""
+    if the torch optimizer was made with that, else as in `names` (by id), else "group.position". If that is the name of
+    several, the later ones get a number, such as "weight#2". It does not keep the torch optimizer alive."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str] | None = None) -> None:
         self._reference, self.global_step = weakref.ref(optimizer), 0
@@ -100,6 +101,7 @@ class OptimizerAdapter(Optimizer):
                 if isinstance(given, int):
                     known = [self._names_by_id.get(id(each), f"{number}.{i}") for i, each in enumerate(params)]
                 self._named += zip(known, params, strict=True)
+            self._named = _with_unique_names(self._named)
         return self._named
 
     def views(self) -> dict[str, Any]:
@@ -266,13 +268,7 @@ class OptimizerAdapter(Optimizer):
             if name in self.sparse.names:
                 self.sparse.assign(parameter, value)
             elif self._given.get(name) is not value:
-                parameter.grad = self._like(parameter, value)
-
-    def _like(self, parameter: torch.Tensor, value: Any) -> torch.Tensor:
-        made = value if isinstance(value, torch.Tensor) else copy_to_tensor(value)
-        if parameter.is_complex():
-            made = torch.view_as_complex(made)
-        return made.to(device=parameter.device, dtype=parameter.dtype)
+                parameter.grad = copy_like(parameter, value)
 
     def _serve(self, params: dict[str, Array], grads: dict[str, Array | None]) -> None:
         """Make one update of the parameters on this server, in their memory."""
@@ -320,6 +316,14 @@ class OptimizerAdapter(Optimizer):
         own["state"] = {numbers[name]: from_slots(slots) for name, slots in state["slots"].items()}
         self.optimizer.load_state_dict(own)
         self.global_step = int(state["global_step"])
+
+
+def _with_unique_names(named: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in named:
+        numbered = itertools.chain([name], (f"{name}#{number}" for number in itertools.count(2)))
+        found[next(each for each in numbered if each not in found)] = parameter
+    return list(found.items())
 
 
 class UntrainedTensors:

@@ -15,8 +15,8 @@ _IN_STEP, _LOCAL = 1, 2  # from bit 12
 
 
 class ReductionAgreement:
-    """Flags in the header exchange of each reduction, about this rank's reductions since the last update. Only the ranks
-    together know whether all reduce the gradients of one step in the same way:
+    """Flags in the header exchange of each reduction, about the reductions of a rank since the last update. Only the
+    ranks together know whether all reduce the gradients of one step in the same way:
 
     - A rank that lacks gradients, or adds them in no_sync(), reduces in `step`. What the program does in between, such
       as clipping, it does with averages on the other ranks only. So `step` compares the gradients if the ranks differ.

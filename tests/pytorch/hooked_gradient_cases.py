@@ -3,12 +3,13 @@
 import contextlib
 
 import torch
-from optimizer_case_runner import case_with_overlap
+from hooked_edge_cases import overlaps
+from optimizer_case_runner import case, case_with_overlap
 from torch import nn
 
 import allred
 from __main__ import RANK, SIZE, equal_on_all, raised
-from allred.errors import InputError, MismatchError
+from allred.errors import DriftError, InputError, MismatchError
 
 
 def parameter(*shape):
@@ -162,3 +163,60 @@ def parameters_unfrozen_after_a_pass_without_a_step():
             first.requires_grad_(True)
         torch.testing.assert_close(second.detach(), torch.full((2,), -2.0 * (SIZE - 1)))
         assert not first.any()
+
+
+# Names and memory.
+
+
+@case
+def parameters_of_two_models_with_equal_names():
+    """Also a name that is like a number given by allred."""
+    models = [nn.Linear(2, 1, bias=False) for _ in range(3)]
+    for model in models:
+        nn.init.zeros_(model.weight)
+    names = ["weight", "weight", "weight#2"]
+    opt = torch.optim.SGD([(name, m.weight) for name, m in zip(names, models, strict=True)], lr=1.0, momentum=0.5)
+    allred.distributed(opt)
+    for step in range(2):
+        opt.zero_grad()
+        backward_of(sum(number * model.weight for number, model in enumerate(models, 1)), 2.0 * RANK)
+        opt.step()
+        for number, model in enumerate(models, 1):
+            expected = -number * (SIZE - 1.0) * [1, 2.5][step]
+            torch.testing.assert_close(model.weight.detach(), torch.full((1, 2), expected))
+    state = opt.allred.state_dict()
+    assert list(state["slots"]) == ["weight", "weight#2", "weight#2#2"]
+    opt.add_param_group({"params": [("weight", parameter())]})
+    opt.zero_grad()
+    with torch.no_grad():
+        models[1].weight.add_(RANK)
+    assert overlaps() or "'weight#2'" in raised(DriftError, lambda: backward_of(models[1].weight, 1.0))
+
+
+def dense_layouts():
+    yield torch.zeros(2, 3, 2, 2).to(memory_format=torch.channels_last)
+    yield torch.zeros(3, 2).t()
+    yield torch.zeros(2, 3, 4).permute(2, 0, 1)
+
+
+@case_with_overlap
+def missing_gradients_and_copies_have_the_layout_of_their_parameters():
+    """Fused updates, and norms of torch, use parameters and gradients in the order of their memory."""
+    for like in dense_layouts():
+        values = torch.arange(like.numel(), dtype=torch.float32).reshape(like.shape)
+        for kind, options in (("missing", {}), ("scaler", {"scaler": allred.GradScaler(init_scale=8.0)})):
+            for dtype in (torch.float32, torch.bfloat16):
+                each = nn.Parameter(torch.empty_like(like, dtype=dtype).zero_())
+                fused = dtype is torch.float32  # the fused update of bfloat16 is wrong in torch 2.13 on CPUs
+                opt = allred.distributed(torch.optim.SGD([each], lr=1.0, fused=fused), **options)
+                for _ in range(3):
+                    opt.zero_grad()
+                    if RANK == 0 or kind == "scaler":
+                        loss = (each * values).sum()
+                        options.get("scaler", allred.GradScaler(1.0)).scale(loss).backward()
+                    opt.step()
+                    assert each.grad.stride() == each.stride()
+                expected = -3 * (values if kind == "scaler" else values / SIZE)
+                torch.testing.assert_close(each.detach().float(), expected, rtol=0.02, atol=0)
+                norms = allred.allgather_object(float(nn.utils.get_total_norm([each.grad])))
+                assert len(set(norms)) == 1

@@ -27,6 +27,7 @@ from allred.torch.horovod.horovod_errors import as_horovod_error
 from allred.torch.horovod.operations import check_compression
 from allred.torch.horovod.process_sets import ProcessSet, check_initialized, global_process_set, rank_set
 from allred.torch.horovod.sparse_allreduce import sparse_allreduce_async
+from allred.torch.tensors import copy_like
 
 _FUSED_COMPRESSION = {Compression.none: ops.Compression.none, Compression.fp16: ops.Compression.fp16}
 
@@ -100,7 +101,7 @@ class HorovodStep(HookedOptimizer):
         found = []
         for parameter in self._trained().values():
             if parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.to_dense()
+                parameter.grad = copy_like(parameter, parameter.grad.to_dense())
                 found.append(parameter)
         return found
 
