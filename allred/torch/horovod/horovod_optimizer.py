@@ -21,7 +21,7 @@ from allred.torch.backward_state import BackwardPass, NextStep
 from allred.torch.hooked_optimizer import HookedOptimizer
 from allred.torch.horovod import handles
 from allred.torch.horovod.allreduce import Average, Sum, grouped_allreduce_async_, operator
-from allred.torch.horovod.basics import size
+from allred.torch.horovod.basics import check_mode_sync, size
 from allred.torch.horovod.compression import Compression
 from allred.torch.horovod.horovod_errors import as_horovod_error
 from allred.torch.horovod.operations import check_compression
@@ -272,6 +272,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     Example: `optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())`.
     """
     check_initialized("DistributedOptimizer()")
+    check_mode_sync()
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(f"DistributedOptimizer({type(optimizer).__name__}): expected an optimizer of torch")
     op = operator(op)
