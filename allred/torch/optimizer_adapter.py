@@ -19,7 +19,7 @@ from allred.errors import InputError
 from allred.optim.base import Optimizer
 from allred.optim.step_input import Slots
 from allred.ps import context
-from allred.torch.optimizer_state import from_slots, to_slots
+from allred.torch.optimizer_state import from_slots, load_in_place, put, to_slots
 from allred.torch.replaced_methods import dereference, weak_method
 from allred.torch.sparse import SparseGradients
 from allred.torch.tensors import as_array, as_tensor, copy_like
@@ -65,11 +65,16 @@ class OptimizerAdapter(Optimizer):
         self._named: list[tuple[str, torch.Tensor]] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer, "global_step": self.global_step}
+        """The optimizer as its class pickles it: the object refuses to be pickled."""
+        kind: Any = type(self.optimizer)
+        return {"optimizer": kind.__reduce_ex__(self.optimizer, 4), "global_step": self.global_step}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["optimizer"])  # type: ignore[misc]
-        self._owned = state["optimizer"]  # on a parameter server
+        made, arguments, *content = state["optimizer"]
+        self._owned = made(*arguments)  # on a parameter server
+        if content:
+            self._owned.__setstate__(content[0])
+        self.__init__(self._owned)  # type: ignore[misc]
         self.global_step = state["global_step"]
 
     @property
@@ -220,10 +225,7 @@ class OptimizerAdapter(Optimizer):
             )
         for group, given in zip(own, groups, strict=True):
             for key, value in given.items():
-                if isinstance(group.get(key), torch.Tensor):
-                    group[key].fill_(value)
-                else:
-                    group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+                group[key] = put(group.get(key), value)
 
     @property
     def lr(self) -> float:
@@ -314,7 +316,7 @@ class OptimizerAdapter(Optimizer):
             raise InputError(f"{self.kind}.load_state_dict: the state has '{odd[0]}', which is no parameter here")
         own = self.optimizer.state_dict()
         own["state"] = {numbers[name]: from_slots(slots) for name, slots in state["slots"].items()}
-        self.optimizer.load_state_dict(own)
+        load_in_place(self.optimizer, own)
         self.global_step = int(state["global_step"])
 
 

@@ -1,4 +1,5 @@
-"""Replaces the methods `step` and `add_param_group` of one torch optimizer object by those of its hooked optimizer.
+"""Replaces the methods `step` and `add_param_group` of one torch optimizer object by those of its hooked optimizer, and
+refuses copies and pickles of it.
 
 The new methods do not keep the optimizer alive, like those of torch's learning rate schedulers. So the optimizer and
 its hooks end where the program drops its last reference, at the same line on all ranks. In a cycle of references they
@@ -12,7 +13,11 @@ from typing import Any
 from allred.errors import InputError
 from allred.torch.uncompiled import uncompiled
 
-_NAMES = ("step", "add_param_group")
+_NAMES = ("step", "add_param_group", "__reduce_ex__")  # copy and pickle call the last one of the object
+NO_COPY = (
+    "a distributed optimizer cannot be copied or pickled: the copy would not average gradients. Copy or save "
+    "optimizer.state_dict(), and pass a new optimizer to allred.distributed (or hvd.DistributedOptimizer)"
+)
 
 
 def dereference(reference: "weakref.ref[Any]") -> Any:
@@ -49,8 +54,11 @@ def replace_methods(optimizer: Any) -> dict[str, Any]:
         add_group(param_group)
         hooked.add_hooks()
 
+    def refuse(_protocol: Any) -> Any:
+        raise TypeError(NO_COPY)
+
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers made later keep this method
-    optimizer.step, optimizer.add_param_group = step, add_param_group
+    optimizer.step, optimizer.add_param_group, optimizer.__reduce_ex__ = step, add_param_group, refuse
     return saved
 
 

@@ -1,7 +1,11 @@
 """More cases of hooked_program.py: which gradients are reduced when, their memory, their names, and the state."""
 
 import contextlib
+import copy
+import io
+import pickle
 
+import pytest
 import torch
 from hooked_edge_cases import overlaps
 from optimizer_case_runner import case, case_with_overlap
@@ -220,3 +224,53 @@ def missing_gradients_and_copies_have_the_layout_of_their_parameters():
                 torch.testing.assert_close(each.detach().float(), expected, rtol=0.02, atol=0)
                 norms = allred.allgather_object(float(nn.utils.get_total_norm([each.grad])))
                 assert len(set(norms)) == 1
+
+
+# State.
+
+
+@case
+def broadcast_keeps_the_tensors_of_the_program():
+    """A learning rate and betas that are tensors, a group and a slot; the program changes the rate afterwards."""
+    each, other = parameter(), parameter(3)
+    rate, beta = torch.tensor(0.1 * (RANK + 1), dtype=torch.float64), torch.tensor(0.5)
+    first = {"params": [each], "lr": rate, "betas": (beta, torch.tensor(0.9)), "extra": torch.full((2,), RANK + 1.0)}
+    opt = torch.optim.Adam([first, {"params": [other]}], capturable=False, foreach=False)
+    allred.distributed(opt)
+    for parameters in ([each], [each, other]):
+        for part in parameters:
+            part.grad = torch.full_like(part, 1.0 + RANK)
+        with opt.allred.no_sync():
+            type(opt).step(opt)
+        group, slot = opt.param_groups[0], opt.state[each]["exp_avg"]
+        opt.allred.broadcast()
+        assert opt.param_groups[0] is group
+        assert group["lr"] is rate
+        assert group["betas"][0] is beta
+        assert group["extra"].tolist() == [1.0, 1.0]
+        assert rate == torch.tensor(0.1, dtype=torch.float64)
+        assert opt.state[each]["exp_avg"] is slot
+        assert len(set(allred.allgather_object(str(slot.tolist())))) == 1
+    rate.fill_(0.25)
+    opt.zero_grad()
+    backward_of(each, RANK + 1.0)
+    before = each.detach().clone()
+    opt.step()
+    assert not torch.equal(each.detach(), before)
+    equal_on_all(nn.ParameterList([each]))
+    assert opt.param_groups[0]["lr"] == 0.25
+
+
+@case
+def copies_of_the_optimizer_are_refused():
+    """A copy would have no hooks: each rank would train alone. After detach() it is an optimizer of torch."""
+    each = parameter()
+    opt = sgd(each)
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps, lambda opt: torch.save(opt, io.BytesIO())):
+        with pytest.raises(TypeError, match=r"cannot be copied or pickled: .*optimizer\.state_dict\(\)"):
+            copied(opt)
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
+        copy.deepcopy({"model": nn.ParameterList([each]), "optimizer": opt})
+    copy.deepcopy(opt.state_dict())
+    opt.allred.detach()
+    assert isinstance(copy.deepcopy(opt), torch.optim.SGD)

@@ -774,7 +774,7 @@ def schedulers():
 
 @case
 def state_of_the_optimizer():
-    """opt.allred.state_dict() is restored bit-identically; pickling the optimizer leaves out the hooks."""
+    """opt.allred.state_dict() is restored bit-identically."""
     model, opt, *_ = hooked(net(), lambda p: torch.optim.Adam(p, lr=0.01))
     for step in range(2):
         train(model, opt, batch(step))
@@ -787,7 +787,6 @@ def state_of_the_optimizer():
     for one, two in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(one, two)
     assert second.allred.global_step == 3
-    assert not hasattr(copy.deepcopy(opt), "allred")
 
 
 @case

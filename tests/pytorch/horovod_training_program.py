@@ -458,6 +458,20 @@ def the_state_of_optimizers():
 
 
 @case
+def a_learning_rate_that_is_a_tensor():
+    """The program changes it after the broadcast."""
+    weight, rate = nn.Parameter(torch.zeros(2)), torch.tensor(0.5 * (hvd.rank() + 1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.Adam([weight], lr=rate))
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate == 0.5
+    rate.fill_(0.25)
+    weight.sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.full((2,), -0.25))
+
+
+@case
 def parameters_to_broadcast():
     model = nn.Sequential(net(hvd.rank()), nn.BatchNorm1d(3))
     model[1].num_batches_tracked += hvd.rank()

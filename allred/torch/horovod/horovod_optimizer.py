@@ -27,6 +27,7 @@ from allred.torch.horovod.horovod_errors import as_horovod_error
 from allred.torch.horovod.operations import check_compression
 from allred.torch.horovod.process_sets import ProcessSet, check_initialized, global_process_set, rank_set
 from allred.torch.horovod.sparse_allreduce import sparse_allreduce_async
+from allred.torch.replaced_methods import NO_COPY
 from allred.torch.tensors import copy_like
 
 _FUSED_COMPRESSION = {Compression.none: ops.Compression.none, Compression.fp16: ops.Compression.fp16}
@@ -187,7 +188,7 @@ class _HorovodMethods:
     allred: HorovodStep | None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("a DistributedOptimizer cannot be copied or pickled: copy or save optimizer.state_dict()")
+        raise TypeError(NO_COPY)
 
     def synchronize(self) -> None:
         """Wait until the gradients are reduced. They are after `backward()`; if a rank made no backward pass, this call

@@ -163,8 +163,10 @@ def communicator_of(process_set: ProcessSet) -> Communicator:
 
 
 def check_initialized(what: str) -> None:
-    """Raise ValueError before `hvd.init()`. `allred.init()` and `init_process_group("allred")` may replace it. what: the
-    call."""
+    """Raise ValueError before `hvd.init()`. `allred.init()` and `init_process_group("allred")` may replace it.
+
+    what: the call.
+    """
     global _in_use
     if not world.is_initialized():
         raise HorovodNotInitializedError(f"{what}: call hvd.init() first")
