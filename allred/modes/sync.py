@@ -275,6 +275,11 @@ class SyncMode(Mode):
         return self._checks.skipped
 
     @property
+    def samples(self) -> int | None:
+        """Of this rank in the last step; None if unknown."""
+        return self._checks.samples
+
+    @property
     def global_step(self) -> int:
         if isinstance(self._optimizer, Optimizer):
             return self._optimizer.global_step

@@ -364,8 +364,9 @@ class HookedOptimizer(ModuleCheckpoints):
         self._adapter.release_gradients()
 
     def _mean_loss(self, closure: Callable[[], Any]) -> Any:
-        """Call the closure; return the mean of its loss over the ranks, so that all ranks make the same decisions."""
-        samples, loss = self.samples, closure()
+        """Call the closure; return the mean of its loss over the ranks, so that all ranks make the same decisions. The
+        ranks are weighted as in the reduction of the gradients."""
+        loss, samples = closure(), self._sync_mode().samples
         self._compare()
         self._clip()
         if loss is None:
@@ -374,7 +375,8 @@ class HookedOptimizer(ModuleCheckpoints):
         with functions.within(self.process_set):
             total = functions.allgather_object((value, samples), f"{self.name}: loss of the closure")
         counts = [1 if count is None else count for _, count in total]
-        mean = sum(value * count for (value, _), count in zip(total, counts, strict=True)) / sum(counts)
+        used = [value * count for (value, _), count in zip(total, counts, strict=True) if count]  # 0 rows: NaN
+        mean = sum(used) / sum(counts)
         return torch.tensor(mean, dtype=loss.dtype, device=loss.device) if isinstance(loss, torch.Tensor) else mean
 
     def _push(self, closure: Callable[[], Any] | None) -> Any:

@@ -5,6 +5,7 @@ import copy
 import io
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from hooked_edge_cases import overlaps
@@ -224,6 +225,43 @@ def missing_gradients_and_copies_have_the_layout_of_their_parameters():
                 torch.testing.assert_close(each.detach().float(), expected, rtol=0.02, atol=0)
                 norms = allred.allgather_object(float(nn.utils.get_total_norm([each.grad])))
                 assert len(set(norms)) == 1
+
+
+# Closures.
+
+
+@case
+def losses_of_closures_are_weighted_by_samples():
+    """Shares of allred.data, one of them without rows, or `samples`. The loss of a rank without rows is NaN."""
+    x = np.random.default_rng(0).normal(size=(2 * SIZE - 1, 3))
+    for size in (2 * SIZE - 1, SIZE, None):
+        for search in (None, "strong_wolfe"):
+            weights = [nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2)]
+            ours, plain = (torch.optim.LBFGS([w], lr=0.5, max_iter=4, line_search_fn=search) for w in weights)
+            allred.distributed(ours)
+            if size is None:
+                parts = [x[: rank + 1] for rank in range(SIZE)]
+                pairs = [(parts[RANK], np.concatenate(parts))]
+            else:
+                shares = [allred.data.batches(x, batch_size=size, **one) for one in ({}, {"rank": 0, "size": 1})]
+                pairs = zip(*shares, strict=True)
+            for mine, whole in pairs:
+
+                def closure(optimizer, weight, rows, size=size, ours=ours):
+                    def run():
+                        if size is None and optimizer is ours:
+                            optimizer.allred.samples = len(rows)
+                        optimizer.zero_grad()
+                        loss = (torch.from_numpy(rows) @ weight - 1).square().mean()
+                        loss.backward()
+                        return loss
+
+                    return run
+
+                one = ours.step(closure(ours, weights[0], mine))
+                two = plain.step(closure(plain, weights[1], whole))
+                torch.testing.assert_close(one.detach(), two.detach())
+                torch.testing.assert_close(*weights)
 
 
 # State.
