@@ -276,7 +276,7 @@ class SyncMode(Mode):
 
     @property
     def samples(self) -> int | None:
-        """Of this rank in the last step; None if unknown."""
+        """Return the samples of this rank in the last step; None if unknown."""
         return self._checks.samples
 
     @property
