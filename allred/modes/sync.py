@@ -97,6 +97,8 @@ class SyncMode(Mode):
 
     is_lockstep = True
     update_interrupted = False
+    in_skipped_step = False  # set by a hooked torch optimizer: an earlier reduction of this step was skipped
+    was_skipped = False  # whether the last reduction was
 
     def __init__(self, optimizer: Any, options: StepOptions, clipper: Clipper, owner: Owner) -> None:
         self._optimizer, self._options, self._clipper = optimizer, options, clipper
@@ -111,6 +113,7 @@ class SyncMode(Mode):
 
     def step(self, given: StepInput) -> None:
         communicator = functions.current()
+        self._checks.in_skipped_step = self.in_skipped_step
         if self._overlap is None or not self._overlap.has_begun:
             self._begin(communicator)
         mean = self._reduce(given) if self._overlap is None else self._reduce_overlapped(self._overlap, given)
@@ -121,8 +124,9 @@ class SyncMode(Mode):
             mean = self._complete(given.tensors, mean)
             mean = self._clipper.clip_reduced(mean) if self._clipper.active else mean
             self._apply(given, mean)
-        if self._clipper.scaler is not None:
-            self._clipper.scaler.update(mean is None, self._title)
+        self.was_skipped = mean is None
+        if self._clipper.scaler is not None and not (self.was_skipped and self.in_skipped_step):
+            self._clipper.scaler.update(self.was_skipped, self._title)
         self._checks.end(updated=mean is not None)
         if self._replica is not None:
             self._replica.stepped(communicator, self._checks.steps, given.tensors, given.leaves)

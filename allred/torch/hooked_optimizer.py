@@ -277,7 +277,7 @@ class HookedOptimizer(ModuleCheckpoints):
             if self._marks:
                 problem = problem or reduced_marks.refusal(parameters, self._options.op)
         samples = self._samples_of_step()
-        before = self.skipped
+        mode.in_skipped_step = self._next.is_skipped
         params, grads = ({}, {}) if problem else self._adapter.step_input()
         reduced = reduced_marks.marked(parameters, reduced_marks.REDUCED) if self._marks and not problem else []
         for name in reduced:  # such as by another optimizer
@@ -285,7 +285,7 @@ class HookedOptimizer(ModuleCheckpoints):
         if reduced:
             mode.forget_order()
         self._step(params, grads, samples, problem)
-        self._next = NextStep(is_reduced=True, is_skipped=self.skipped > before)
+        self._next = NextStep(is_reduced=True, is_skipped=mode.was_skipped)
         if self._marks and not self._next.is_skipped:
             reduced_marks.mark(parameters)
         self._adapter.release_gradients()

@@ -136,14 +136,16 @@ class OptimizerAdapter(Optimizer):
         groups = self.optimizer.param_groups
         return any(parameter.grad is not None for group in groups for parameter in group["params"])
 
-    def reduced_gradients(self) -> dict[str, Any]:
-        """Return arrays over the gradients of all parameters that can be trained, by name; of a sparse one its
-        values."""
+    def reduced_gradients(self, dense: bool = False) -> dict[str, Any]:
+        """Return arrays over the gradients of all parameters that can be trained, by name; of a sparse one its values,
+        or a dense copy."""
         found: dict[str, Any] = {}
         for name, parameter in self.named_parameters():
             if parameter.requires_grad and parameter.grad is not None:
-                is_sparse = parameter.grad.is_sparse
-                found[name] = as_array(parameter.grad.values()) if is_sparse else self.gradient(name, parameter)
+                if parameter.grad.is_sparse:
+                    found[name] = as_array(parameter.grad.to_dense() if dense else parameter.grad.coalesce().values())
+                else:
+                    found[name] = self.gradient(name, parameter)
         return found
 
     def step_input(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -254,7 +256,8 @@ class OptimizerAdapter(Optimizer):
         places = {tensor.name: index for index, tensor in enumerate(tensors) if tensor.name in self.sparse.names}
         values = list(values)
         for name, index in places.items():
-            values[index] = self.sparse.reduce(name, parameters[name], weight, average)
+            if values[index] is not None:  # some rank has this gradient
+                values[index] = self.sparse.reduce(name, parameters[name], weight, average)
         return values
 
     def step(self, params: Any, grads: Any) -> None:

@@ -60,6 +60,8 @@ def _key_of(text: str) -> str | int:
 
 
 def _add(found: dict[str, Array], path: str, value: Any, copy: bool) -> None:
+    if isinstance(value, torch.Tensor) and value.is_sparse:  # the momentum of sparse gradients; torch takes dense too
+        value = value.to_dense()
     if isinstance(value, torch.Tensor) and value.is_complex():
         array = as_array(torch.view_as_real(value.detach().cpu().resolve_conj()))
         found[f"{path}:complex"] = np.array(array) if copy else array

@@ -54,17 +54,20 @@ class ReductionAgreement:
         self._number += 1
         self.has_local = False
 
-    def compare(self, gradients: Callable[[], dict[str, Any]]) -> None:
+    def compare(self, gradients: Callable[[bool], dict[str, Any]]) -> None:
         """Before an update: if the ranks have differed, compare their reduced gradients. Collective then. Raises
-        InputError if they are not equal. gradients: returns their arrays by name."""
+        InputError if they are not equal.
+
+        gradients: returns their arrays by name; of sparse ones the values, or with True dense copies, because a
+        gradient may be sparse on some ranks only.
+        """
         if not self._differs:
             return
-        parts = [drift.Part("state", name, to_host(value)) for name, value in gradients().items()]
         title = f"{self._title} after gradients that some ranks lacked or added in no_sync()"
-        fields = functions.current().check("step", title, note=drift.fingerprint(parts)).wait()
+        fields = functions.current().check("step", title, note=drift.fingerprint(_parts(gradients(False)))).wait()
         if len({each.note for each in fields}) == 1:
             return
-        tables = functions.allgather_object(drift.table(parts), title)
+        tables = functions.allgather_object(drift.table(_parts(gradients(True))), title)
         keys = dict.fromkeys(key for table in tables for key in table)
         odd = [name for _, name in keys if len({table.get(("state", name)) for table in tables}) > 1]
         if odd:
@@ -74,3 +77,7 @@ class ReductionAgreement:
                 "gradients on the other ranks after backward(). Clip with allred.distributed(optimizer, clip_norm=...) "
                 "or compute gradients on all ranks, such as by adding 0 * parameter.sum() to the loss"
             )
+
+
+def _parts(gradients: dict[str, Any]) -> list[drift.Part]:
+    return [drift.Part("state", name, to_host(value)) for name, value in gradients.items()]

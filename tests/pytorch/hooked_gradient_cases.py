@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from hooked_edge_cases import overlaps
-from optimizer_case_runner import case, case_with_overlap
+from optimizer_case_runner import case, case_with_overlap, named
 from torch import nn
 
 import allred
@@ -312,3 +312,64 @@ def copies_of_the_optimizer_are_refused():
     copy.deepcopy(opt.state_dict())
     opt.allred.detach()
     assert isinstance(copy.deepcopy(opt), torch.optim.SGD)
+
+
+@case
+def buffers_of_all_dtypes_are_broadcast():
+    """Also lazy conjugates and negations of torch, which are not always that on all ranks."""
+    model = nn.Linear(2, 1)
+    model.register_buffer("float8", torch.full((3,), RANK + 1.0).to(torch.float8_e4m3fn))
+    model.register_buffer("uint16", torch.full((3,), RANK + 1, dtype=torch.uint16))
+    model.register_buffer("complex", torch.full((3,), RANK + 1j))
+    model.register_buffer("conjugate", torch.full((3,), RANK + 1j).conj())
+    model.register_buffer("negative", torch.full((3,), RANK + 2j).conj().imag)
+    opt = allred.distributed(torch.optim.SGD(named(model), lr=0.1))
+    opt.allred.broadcast(model)
+    assert model.float8.float().tolist() == model.uint16.tolist() == [1, 1, 1]
+    assert model.complex.tolist() == [1j, 1j, 1j]
+    assert model.conjugate.tolist() == [-1j, -1j, -1j]
+    assert model.negative.tolist() == [-2, -2, -2]
+    if RANK == 0:
+        model.conjugate = model.conjugate.resolve_conj()
+    assert "'module.conjugate, conjugate'" in raised(MismatchError, lambda: opt.allred.broadcast(model))
+
+
+# Sparse gradients, and skipped steps.
+
+
+@case
+def sparse_gradients_on_some_ranks():
+    """With and without rows; with momentum, which is sparse too; set to zero afterwards."""
+    for rows in ([], [1], [0, 2, 2]):
+        for make in (lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.5), lambda p: torch.optim.Adagrad(p, lr=1.0)):
+            words = [nn.Embedding(4, 2, sparse=True) for _ in range(2)]
+            for each in words:
+                nn.init.ones_(each.weight)
+            ours, plain = (make(each.parameters()) for each in words)
+            allred.distributed(ours)
+            for step in range(3):
+                for optimizer, each in zip((ours, plain), words, strict=True):
+                    if optimizer is plain or (RANK + step) % SIZE == 0:
+                        (
+                            each(torch.tensor(rows, dtype=torch.long)).sum() * (1 if optimizer is ours else 1 / SIZE)
+                        ).backward()
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=False)
+            torch.testing.assert_close(*(each.weight for each in words))
+            equal_on_all(words[0])
+
+
+@case_with_overlap
+def one_skipped_step_of_two_passes():
+    for options in ({"nonfinite": "skip"}, {"scaler": allred.GradScaler(init_scale=1024.0)}):
+        each = parameter()
+        opt = sgd(each, **options)
+        for step in range(4):
+            opt.zero_grad()
+            for part in range(2 if step == 1 else 1):
+                value = float("nan") if (step, part, RANK) == (1, 0, 0) else 1.0
+                backward_of(each, options["scaler"].scale(value) if "scaler" in options else value)
+            opt.step()
+        assert opt.allred.skipped == 1
+        assert each.tolist() == [-3.0, -3.0]
+        assert "scaler" not in options or options["scaler"].get_scale() == 512

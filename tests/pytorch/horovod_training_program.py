@@ -386,6 +386,11 @@ def sparse_gradients():
             train(model, optimizer, words(step, [hvd.rank()]))
             assert model.words.weight.grad.is_sparse
             train(other, plain, words(step, range(hvd.size())))
+        for net_, each, share in ((model, optimizer, 1.0), (other, plain, 1.0 / hvd.size())):  # on rank 0 only
+            each.zero_grad()
+            if each is plain or hvd.rank() == 0:
+                (loss_of(net_, words(9, [0])) * share).backward()
+            each.step()
         equal(model, other)
 
 

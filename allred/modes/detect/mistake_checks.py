@@ -38,6 +38,7 @@ class MistakeChecks:
 
     def __init__(self, options: StepOptions, title: str, optimizer: Any = None) -> None:
         self.skipped = 0  # steps
+        self.in_skipped_step = False  # an earlier reduction of the current step was skipped
         self._title, self._nonfinite, self._compression = title, options.nonfinite, options.compression
         self._optimizer = optimizer
         self._updates = None if optimizer is None else updates_of(optimizer)
@@ -123,6 +124,8 @@ class MistakeChecks:
 
     def _refuse(self, problem: str) -> bool:
         if self.policy == "skip" and self._optimizer is not None:
+            if self.in_skipped_step:
+                return False
             self.skipped += 1
             world.current().counters.skip()
             if self.skipped == 1:
