@@ -193,8 +193,8 @@ class HookedOptimizer(ModuleCheckpoints):
         backward.overlaps = False
         if not self._sync_mode().cancel_reduce():
             backward.problem = (
-                f"the backward pass has added to the gradient of '{name}' after it was sent; the next backward passes "
-                "send gradients at the end, as ALLRED_OVERLAP=never does"
+                f"the backward pass has added to the gradient of '{name}' after it was sent; call zero_grad() and "
+                "repeat it: from now on gradients are sent at the end of backward passes, as with ALLRED_OVERLAP=never"
             )
 
     def backward_failed(self) -> None:

@@ -157,15 +157,17 @@ class HorovodStep(HookedOptimizer):
                 parameter.grad = torch.zeros_like(parameter)
         self.is_synchronized = True
 
+    def reduce_in_step(self) -> None:
+        if self.should_synchronize:
+            super().reduce_in_step()
+
     def forget_gradients(self) -> None:
         """Discard the gradients of an unfinished step."""
         self._next = NextStep()
         self.is_synchronized, self.should_synchronize = False, True
 
     def step_torch_optimizer(self, closure: Any = None) -> Any:
-        if not self.should_synchronize:
-            self._next = NextStep(is_reduced=True, is_skipped=self._next.is_skipped)
-        elif closure is None:
+        if self.should_synchronize and closure is None:
             if self.is_synchronized:
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
