@@ -29,8 +29,7 @@ class GradientHooks:
         """Attach hooks to parameters that have none. Those that do not require a gradient now may later."""
         reference = weakref.ref(observer)
         for name, parameter in named:
-            can_train = parameter.is_floating_point() or parameter.is_complex()
-            if id(parameter) not in self._handles and can_train and not parameter.is_inference():
+            if id(parameter) not in self._handles and _can_train(parameter):
 
                 def hook(parameter: torch.Tensor, name: str = name) -> None:
                     if (owner := reference()) is not None:
@@ -47,6 +46,10 @@ class GradientHooks:
             for handle in handles:
                 handle.remove()
         self._handles.clear()
+
+
+def _can_train(parameter: torch.Tensor) -> bool:
+    return (parameter.is_floating_point() or parameter.is_complex()) and not parameter.is_inference()
 
 
 @contextlib.contextmanager
