@@ -116,7 +116,8 @@ def _value(slots: dict[str, Any], kinds: dict[str, str], path: str) -> Any:
 
 def load_in_place(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """As `optimizer.load_state_dict(state)`, but tensors of the optimizer, such as a learning rate that the program
-    changes, get the new values, and are not replaced. Parameter groups remain the same dicts."""
+    changes, get the new values, and are not replaced. Parameter groups remain the same dicts. New tensors have the
+    strides of their parameter, because fused updates use both in the order of their memory."""
     groups, before = optimizer.param_groups, dict(optimizer.state)
     optimizer.load_state_dict(state)
     for group, loaded in zip(groups, optimizer.param_groups, strict=True):
@@ -125,12 +126,23 @@ def load_in_place(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> No
         group |= {key: value if key == "params" else put(group.get(key), value) for key, value in loaded.items()}
     optimizer.param_groups = groups
     used = {_memory(parameter) for group in groups for parameter in group["params"]}
-    for parameter, slots in optimizer.state.items():
+    for parameter in filter(optimizer.state.__contains__, itertools.chain(*(group["params"] for group in groups))):
+        old, slots = before.get(parameter, {}), optimizer.state[parameter]
         for key, value in slots.items():
-            old = before.get(parameter, {}).get(key)
-            if isinstance(old, torch.Tensor) and (memory := _memory(old)) not in used:  # others share their memory
+            if isinstance(old.get(key), torch.Tensor) and (memory := _memory(old[key])) not in used:  # not shared
                 used.add(memory)
-                slots[key] = put(old, value)
+                slots[key] = put(old[key], value)
+            if slots[key] is value:
+                slots[key] = _laid_out_like(parameter, value)
+
+
+def _laid_out_like(parameter: torch.Tensor, value: Any) -> Any:
+    """Return a tensor with the shape of a parameter with its strides; other values as they are."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.shape != parameter.shape:
+        return value
+    if value.stride() == parameter.stride():
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)
 
 
 def _memory(tensor: torch.Tensor) -> int | None:

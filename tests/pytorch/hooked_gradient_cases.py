@@ -4,6 +4,7 @@ import contextlib
 import copy
 import io
 import pickle
+import tempfile
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from optimizer_case_runner import case, case_with_overlap, named
 from torch import nn
 
 import allred
+import allred.torch as hvd
 from __main__ import RANK, SIZE, equal_on_all, raised
 from allred.errors import DriftError, InputError, MismatchError
 
@@ -297,6 +299,38 @@ def broadcast_keeps_the_tensors_of_the_program():
     assert not torch.equal(each.detach(), before)
     equal_on_all(nn.ParameterList([each]))
     assert opt.param_groups[0]["lr"] == 0.25
+
+
+@case
+def broadcast_and_restored_state_has_the_layout_of_its_parameter():
+    """Fused updates use it in the order of its memory. hvd.broadcast_optimizer_state loads it in the same way."""
+    for like in dense_layouts():
+        values = torch.arange(1.0, like.numel() + 1).reshape(like.shape)
+        for way in ("broadcast", "restore", "hvd"):
+            ours, plain = (nn.Parameter(torch.empty_like(like).zero_()) for _ in range(2))
+            optimizer, other = (torch.optim.Adam([each], lr=0.1, fused=True) for each in (ours, plain))
+            for number, (each, weight) in enumerate(((optimizer, ours), (other, plain))):
+                if number or RANK == 0:
+                    (weight * values).sum().backward()
+                    each.step()
+            allred.distributed(optimizer)
+            with tempfile.TemporaryDirectory() as directory:
+                directory = allred.broadcast_object(directory, 0)
+                if way == "restore":
+                    optimizer.allred.save(directory)
+                    optimizer.state.clear()
+                    optimizer.allred.restore(directory)
+                else:
+                    if way == "hvd":
+                        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+                    optimizer.allred.broadcast()
+                allred.barrier()
+            assert optimizer.state[ours]["exp_avg"].stride() == ours.stride()
+            for each, weight in ((optimizer, ours), (other, plain)):
+                each.zero_grad()
+                (weight * values.flip(0)).sum().backward()
+                each.step()
+            torch.testing.assert_close(ours, plain)
 
 
 @case
