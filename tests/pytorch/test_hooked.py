@@ -1,7 +1,7 @@
 """Hooked torch optimizers: the cases of hooked_program.py, in one job at 2 ranks; with --full at 3 ranks too.
 
 hooked_edge_cases.py and hooked_gradient_cases.py have more of them. Gradients are sent at the end of the backward pass
-(no_overlap); some cases are repeated with gradients that are sent during it (overlap). The job takes about 30 s of CPU
+(no_overlap); some cases are repeated with gradients that are sent during it (overlap). The job takes about 40 s of CPU
 time, of which 6 s are the import of torch; more on a busy machine.
 """
 
