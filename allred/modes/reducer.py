@@ -11,7 +11,7 @@ gradients cannot be used says so there, and all ranks raise the same error befor
 import functools
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -37,6 +37,16 @@ _UNCOUNTED = 2**62  # this rank does not know its number of samples
 _MISSING = 2**63  # this rank lacks a gradient
 
 
+class CallerFlags(Protocol):
+    """Flags in the header exchange of each step, 2**10 to 2**13, of the caller of the steps."""
+
+    def flags(self) -> int:
+        """Return those of this rank."""
+
+    def agree(self, flags: list[int], ranks: Sequence[int]) -> None:
+        """Take the flags of all ranks. May raise an error, on all ranks."""
+
+
 class Agreement(NamedTuple):
     """The result of a header exchange; the same on all ranks, except `weight`."""
 
@@ -49,12 +59,12 @@ class Agreement(NamedTuple):
 class Reducer:
     """Averages or sums lists of gradients over the ranks of the current communicator. `title`: prefix of errors."""
 
-    def __init__(self, options: StepOptions, title: str) -> None:
+    def __init__(self, options: StepOptions, title: str, caller: CallerFlags | None = None) -> None:
         self._op, self._compression = options.op, options.compression
         self.weight: float | None = None  # of this rank in the last reduction, as in Agreement
         self.samples = 0  # of all ranks in the last reduction; 0 if they were not counted
         self.overlapped = False  # whether a rank had passed gradients to opt.reduce() before the last negotiation
-        self._title, self._options = title, options
+        self._title, self._options, self._caller = title, options, caller
         self._plans: dict[tuple[int, tuple[Tensor, ...]], Plan] = {}
         self._last: tuple[Sequence[Tensor], Plan] | None = None  # the list of tensors of the last plan
 
@@ -99,11 +109,12 @@ class Reducer:
         Arguments:
             title, lines, settings: must be the same on all ranks, like the options. lines: one per tensor.
             samples: how many samples this rank's gradients are the mean of; None: unknown.
-            flags: 0 to 2**14 - 1. missing: whether this rank lacks a gradient.
+            flags: 0 to 2**10 - 1. missing: whether this rank lacks a gradient.
             overlapped: whether this rank has passed gradients to opt.reduce().
             problem: why this rank's gradients cannot be used; all ranks raise it as InputError.
             rows: the hash of prepared gradients, see `prepare`; else that of some parameters, see `MovingWindow`.
         """
+        flags |= 0 if self._caller is None else self._caller.flags()
         if samples is not None and samples > _SAMPLES:
             problem = (
                 problem or f"samples={samples} must be at most 2**47 - 1, the largest number that the ranks exchange"
@@ -118,8 +129,11 @@ class Reducer:
         return functions.current().check("step", title, lines, settings, note, problem, rows=rows)
 
     def agreement(self, fields: list[OwnFields]) -> Agreement:
-        """Interpret the fields of all ranks. Raises InputError on all ranks if their samples cannot be weighted."""
+        """Interpret the fields of all ranks. Raises InputError on all ranks if their samples cannot be weighted, and
+        the errors of the caller."""
         notes = [each.note for each in fields]
+        if self._caller is not None:
+            self._caller.agree(_flags_of(notes)[0], functions.current().active.ranks)
         self.overlapped = any(note & _OVERLAPPED for note in notes)
         self.weight = self._weight(notes)
         flags, any_missing = _flags_of(notes)

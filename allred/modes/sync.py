@@ -100,13 +100,15 @@ class SyncMode(Mode):
 
     is_lockstep = True
     update_interrupted = False
+    in_skipped_step = False  # set by a hooked torch optimizer: an earlier reduction of this step was skipped
+    was_skipped = False  # whether the last reduction was
 
     def __init__(
         self, optimizer: Any, options: StepOptions, clipper: Clipper, about: dict[str, str], owner: Owner
     ) -> None:
         self._optimizer, self._options, self._clipper, self._about = optimizer, options, clipper, about
         self._title = options.title
-        self._reducer = Reducer(options, self._title)
+        self._reducer = Reducer(options, self._title, getattr(owner, "reduction_agreement", None))
         self._checks = MistakeChecks(options, self._title, optimizer)
         self._overlap: Overlap | None = None  # after the first opt.reduce() of any rank
         self._timer, self._not_in_place = StepTimer(), NotInPlace(options.compression)
@@ -116,6 +118,7 @@ class SyncMode(Mode):
 
     def step(self, given: StepInput) -> None:
         communicator = functions.current()
+        self._checks.in_skipped_step = self.in_skipped_step
         if self._overlap is None or not self._overlap.has_begun:
             self._begin(communicator)
         mean = self._reduce(given) if self._overlap is None else self._reduce_overlapped(self._overlap, given)
@@ -126,8 +129,9 @@ class SyncMode(Mode):
             mean = self._complete(given.tensors, mean)
             mean = self._clipper.clip_reduced(mean) if self._clipper.active else mean
             self._apply(given, mean)
-        if self._clipper.scaler is not None:
-            self._clipper.scaler.update(mean is None, self._title)
+        self.was_skipped = mean is None
+        if self._clipper.scaler is not None and not (self.was_skipped and self.in_skipped_step):
+            self._clipper.scaler.update(self.was_skipped, self._title)
         self._checks.end(updated=mean is not None)
         if self._replica is not None:
             self._replica.stepped(communicator, self._checks.steps, given.tensors, given.leaves)
@@ -278,6 +282,11 @@ class SyncMode(Mode):
     @property
     def skipped(self) -> int:
         return self._checks.skipped
+
+    @property
+    def samples(self) -> int | None:
+        """Return the samples of this rank in the last step; None if unknown."""
+        return self._checks.samples
 
     @property
     def global_step(self) -> int:

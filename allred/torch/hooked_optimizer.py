@@ -23,7 +23,7 @@ from allred import log
 from allred.comm import functions
 from allred.comm.ops import ReduceOp
 from allred.data.loader import claim_samples
-from allred.errors import InputError
+from allred.errors import AllredError, InputError
 from allred.modes.clipping import UpdateClipper
 from allred.modes.match import Accumulator, SampleCount
 from allred.modes.options import StepOptions
@@ -32,10 +32,13 @@ from allred.ps import context
 from allred.torch import reduced_marks
 from allred.torch.backward_callbacks import call_after_backward
 from allred.torch.backward_state import BackwardPass, NextStep, decide_overlap, layout_of
+from allred.torch.gradient_hooks import GradientHooks
 from allred.torch.module_checkpoints import ModuleCheckpoints
 from allred.torch.optimizer_adapter import OptimizerAdapter
+from allred.torch.reduction_agreement import ReductionAgreement
 from allred.torch.replaced_methods import replace_methods, restore_methods
-from allred.torch.uncompiled import skip_frames, uncompiled
+from allred.torch.tensors import copy_like
+from allred.torch.uncompiled import uncompiled
 
 _call_orders = itertools.count()
 _graph_task = torch._C._current_graph_task_id
@@ -82,10 +85,11 @@ class HookedOptimizer(ModuleCheckpoints):
         self._accumulator = Accumulator(1)  # torch adds up the gradients of micro-steps
         self._clipper: UpdateClipper = UpdateClipper(options.clip_norm, options.scaler, self.name)
         self._backward, self._next = BackwardPass(), NextStep()
+        self.reduction_agreement = ReductionAgreement(options.title)
         self._is_local = False  # inside of no_sync()
         self._marks = options.op is ReduceOp.SUM or options.scaler is not None  # gradients are reduced once
         self._agreed_layout: tuple[Any, ...] = ()  # the parameters when sparse gradients were agreed on
-        self._hooks: dict[int, tuple[torch.Tensor, list[Any]]] = {}  # by id of the parameter, which is kept
+        self._hooks = GradientHooks(self._marks)
         self._graph_task = -1  # the run of the autograd engine that called a hook last
         self._overlaps: bool | None = None  # the decision; None: not made yet
         self._repeats = False  # whether a backward pass has called the hook of a parameter twice
@@ -95,7 +99,7 @@ class HookedOptimizer(ModuleCheckpoints):
             log.warning(f"{self.name}: save() and checkpoints of a session will fail: {error}")
         self._replaced = replace_methods(optimizer)
         self.add_hooks()
-        weakref.finalize(self, _remove, self._hooks).atexit = False
+        weakref.finalize(self, self._hooks.remove).atexit = False
         _hooked.add(self)
 
     # Hooks.
@@ -114,17 +118,7 @@ class HookedOptimizer(ModuleCheckpoints):
 
     def add_hooks(self) -> None:
         """Internal: attach hooks to parameters that have none."""
-        reference = weakref.ref(self)
-        for name, parameter in self._adapter.named_parameters():
-            if id(parameter) not in self._hooks and parameter.requires_grad:
-
-                def hook(parameter: torch.Tensor, name: str = name) -> None:
-                    if (owner := reference()) is not None:
-                        owner.on_gradient(name, parameter)
-
-                watching = reduced_marks.watch(parameter) if self._marks else []
-                self._hooks[id(parameter)] = parameter, [parameter.register_post_accumulate_grad_hook(hook), *watching]
-                skip_frames(hook, HookedOptimizer.on_gradient)
+        self._hooks.add(self, self._adapter.named_parameters())
 
     def detach(self) -> None:
         """Remove the hooks: the optimizer is that of torch again, and each rank trains alone. Call it on all ranks.
@@ -133,7 +127,7 @@ class HookedOptimizer(ModuleCheckpoints):
         other objects may keep the optimizer alive, before the parameters get another optimizer.
         """
         optimizer = self._adapter.optimizer
-        _remove(self._hooks)
+        self._hooks.remove()
         restore_methods(optimizer, self._replaced)
         _hooked.discard(self)
         del optimizer.allred
@@ -159,7 +153,7 @@ class HookedOptimizer(ModuleCheckpoints):
     def on_gradient(self, name: str, parameter: Any) -> None:
         """Internal: a gradient of the current backward pass is complete."""
         if self._is_local:
-            self._next.is_reduced = False
+            self._next.is_reduced, self.reduction_agreement.has_local = False, True
             return
         if (task := _graph_task()) != self._graph_task:
             self._graph_task = task
@@ -199,8 +193,8 @@ class HookedOptimizer(ModuleCheckpoints):
         backward.overlaps = False
         if not self._sync_mode().cancel_reduce():
             backward.problem = (
-                f"the backward pass has added to the gradient of '{name}' after it was sent; the next backward passes "
-                "send gradients at the end, as ALLRED_OVERLAP=never does"
+                f"the backward pass has added to the gradient of '{name}' after it was sent; call zero_grad() and "
+                "repeat it: from now on gradients are sent at the end of backward passes, as with ALLRED_OVERLAP=never"
             )
 
     def backward_failed(self) -> None:
@@ -217,7 +211,7 @@ class HookedOptimizer(ModuleCheckpoints):
         if failed.names:
             if not self._sync_mode().cancel_reduce():
                 problem = "an exception has ended the backward pass after gradients were sent"
-                with contextlib.suppress(InputError):
+                with contextlib.suppress(InputError), self._ends_at_error():
                     self._step({}, {}, None, problem)
             self._samples = SampleCount()
 
@@ -256,6 +250,20 @@ class HookedOptimizer(ModuleCheckpoints):
 
     def reduce_all(self) -> None:
         """Internal: replace the gradients by their mean over the ranks. Collective."""
+        with self._ends_at_error():
+            self._reduce_all()
+
+    @contextlib.contextmanager
+    def _ends_at_error(self) -> Iterator[None]:
+        """Begin a new step after an error, which all ranks raise, some in a backward pass and others in `step`."""
+        try:
+            yield
+        except AllredError:
+            self._end_step()
+            self._sync_mode().forget_order()
+            raise
+
+    def _reduce_all(self) -> None:
         mode, parameters = self._sync_mode(), self._trained()
         backward, self._backward = self._backward, BackwardPass()
         layout = layout_of(parameters, self._has_overlap())
@@ -269,7 +277,7 @@ class HookedOptimizer(ModuleCheckpoints):
             if self._marks:
                 problem = problem or reduced_marks.refusal(parameters, self._options.op)
         samples = self._samples_of_step()
-        before = self.skipped
+        mode.in_skipped_step = self._next.is_skipped
         params, grads = ({}, {}) if problem else self._adapter.step_input()
         reduced = reduced_marks.marked(parameters, reduced_marks.REDUCED) if self._marks and not problem else []
         for name in reduced:  # such as by another optimizer
@@ -277,7 +285,7 @@ class HookedOptimizer(ModuleCheckpoints):
         if reduced:
             mode.forget_order()
         self._step(params, grads, samples, problem)
-        self._next = NextStep(is_reduced=True, is_skipped=self.skipped > before)
+        self._next = NextStep(is_reduced=True, is_skipped=mode.was_skipped)
         if self._marks and not self._next.is_skipped:
             reduced_marks.mark(parameters)
         self._adapter.release_gradients()
@@ -308,22 +316,41 @@ class HookedOptimizer(ModuleCheckpoints):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._next.is_reduced or self._next.micro_samples:
-            self.reduce_all()
+        self.reduce_in_step()
         if self._next.is_skipped:
-            self._next = NextStep()
+            self._end_step()
             return loss
+        self._compare()
         self._clip()
         self._update()
         return loss
+
+    def reduce_in_step(self) -> None:
+        """Internal: reduce the gradients if the end of a backward pass has not done it. Collective."""
+        if self._next.is_reduced and not self._next.micro_samples and self._adapter.has_gradients:
+            return
+        self.reduction_agreement.in_step = True
+        try:
+            self.reduce_all()
+        finally:
+            self.reduction_agreement.in_step = False
+
+    def _compare(self) -> None:
+        """Compare the gradients between the ranks, if they were not reduced in the same way on all."""
+        with self._ends_at_error(), functions.within(self.process_set):
+            self.reduction_agreement.compare(self._adapter.reduced_gradients)
+
+    def _end_step(self) -> None:
+        self._next = NextStep()
+        self.reduction_agreement.begin_step()
 
     def _update(self, *arguments: Any) -> Any:
         """Call the method `step` of torch."""
         with self._sync_mode().updating():
             result = self._adapter.update_parameters(*arguments)
-        self._next = NextStep()
+        self._end_step()
         self._updates.known = self._adapter.global_step
-        self.add_hooks()  # to parameters that require a gradient now
+        self.add_hooks()  # to parameters that the program has put into a group itself
         return result
 
     def _clip(self) -> None:
@@ -331,13 +358,16 @@ class HookedOptimizer(ModuleCheckpoints):
         if self._clipper.limit is None or not self._next.is_reduced or self._next.is_skipped:
             return
         scale = getattr(self._adapter.optimizer, "grad_scale", None)  # of torch's GradScaler, if the update unscales
+        gradients = list(self._adapter.reduced_gradients().values())
         with functions.within(self.process_set):
-            self._clipper.clip_for_update(self._adapter.reduced_gradients(), 1.0 if scale is None else float(scale))
+            self._clipper.clip_for_update(gradients, 1.0 if scale is None else float(scale))
         self._adapter.release_gradients()
 
     def _mean_loss(self, closure: Callable[[], Any]) -> Any:
-        """Call the closure; return the mean of its loss over the ranks, so that all ranks make the same decisions."""
-        samples, loss = self.samples, closure()
+        """Call the closure; return the mean of its loss over the ranks, so that all ranks make the same decisions. The
+        ranks are weighted as in the reduction of the gradients."""
+        loss, samples = closure(), self._sync_mode().samples
+        self._compare()
         self._clip()
         if loss is None:
             return None
@@ -345,7 +375,8 @@ class HookedOptimizer(ModuleCheckpoints):
         with functions.within(self.process_set):
             total = functions.allgather_object((value, samples), f"{self.name}: loss of the closure")
         counts = [1 if count is None else count for _, count in total]
-        mean = sum(value * count for (value, _), count in zip(total, counts, strict=True)) / sum(counts)
+        used = [value * count for (value, _), count in zip(total, counts, strict=True) if count]  # 0 rows: NaN
+        mean = sum(used) / sum(counts)
         return torch.tensor(mean, dtype=loss.dtype, device=loss.device) if isinstance(loss, torch.Tensor) else mean
 
     def _push(self, closure: Callable[[], Any] | None) -> Any:
@@ -356,7 +387,7 @@ class HookedOptimizer(ModuleCheckpoints):
                 loss = closure()
         for _, parameter in self._adapter.named_parameters():
             if parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.to_dense()
+                parameter.grad = copy_like(parameter, parameter.grad.to_dense())
         if not self._adapter.unscale_gradients():
             return loss
         self._adapter.check_pulled(self._options.title, views := self._adapter.views())
@@ -385,11 +416,5 @@ class HookedOptimizer(ModuleCheckpoints):
     def broadcast(self, params: Any = None, root: int | None = None) -> None:
         """As `DistributedOptimizer.broadcast`. params: None, or a module, whose buffers are copied too."""
         self._agreed_layout = ()  # a rank that had joined may not have taken part in the agreement
+        self.reduction_agreement.begin_step()
         super().broadcast(params, root)
-
-
-def _remove(hooks: dict[int, tuple[torch.Tensor, list[Any]]]) -> None:
-    for _, handles in hooks.values():
-        for handle in handles:
-            handle.remove()
-    hooks.clear()

@@ -12,6 +12,7 @@ from allred.modes.optimizer import DistributedOptimizer
 from allred.ps import context
 from allred.session import state_pickle
 from allred.torch.optimizer_adapter import OptimizerAdapter, UntrainedTensors, detached_view
+from allred.torch.tensors import as_raw_array
 
 
 class ModuleCheckpoints(DistributedOptimizer):
@@ -34,7 +35,7 @@ class ModuleCheckpoints(DistributedOptimizer):
         the buffers that are not persistent."""
         own = {id(parameter) for _, parameter in self._adapter.named_parameters()}
         others = {**UntrainedTensors(module, own).state_dict(), **dict(module.named_buffers())}
-        return {f"module.{name}": detached_view(value) for name, value in others.items()}
+        return dict(_named_memory(f"module.{name}", value.detach()) for name, value in others.items())
 
     def replicated(self, trained: dict[str, Any]) -> Any:
         """Internal: see `DistributedOptimizer`."""
@@ -97,3 +98,13 @@ class ModuleCheckpoints(DistributedOptimizer):
         super().pull(self.nest_of(params) if context.is_active() else None)
         if context.is_active():
             self._adapter.record_pull(self._adapter.views())
+
+
+def _named_memory(name: str, tensor: torch.Tensor) -> tuple[str, Any]:
+    """Return a name and an array over the memory of a tensor of any dtype, to be copied between ranks. The name says
+    whether the memory has conjugate or negative values (torch's lazy ones), which must be equal on all ranks."""
+    if tensor.is_conj() or tensor.is_neg():
+        name += ", conjugate" * tensor.is_conj() + ", negative" * tensor.is_neg()
+        place = tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+        tensor = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(*place)
+    return name, detached_view(tensor) if tensor.is_cuda else as_raw_array(tensor)

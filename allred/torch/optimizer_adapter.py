@@ -5,6 +5,7 @@ program later calls `step()` of the torch optimizer. On a parameter server `step
 parameters of the server's copy of the torch optimizer are views of the server's memory.
 """
 
+import itertools
 import json
 import operator
 import weakref
@@ -18,11 +19,11 @@ from allred.errors import InputError
 from allred.optim.base import Optimizer
 from allred.optim.step_input import Slots
 from allred.ps import context
-from allred.torch.optimizer_state import from_slots, to_slots
+from allred.torch.optimizer_state import from_slots, load_in_place, put, to_slots
 from allred.torch.pulled_parameters import PulledParameters
 from allred.torch.replaced_methods import dereference, weak_method
 from allred.torch.sparse import SparseGradients
-from allred.torch.tensors import as_array, as_tensor, copy_to_tensor
+from allred.torch.tensors import as_array, as_tensor, copy_like
 
 _NOT_HYPERPARAMETERS = ("params", "param_names")
 _NUMPY_DTYPES = (torch.float32, torch.float64, torch.float16)
@@ -48,8 +49,8 @@ def _gradient_view(grad: torch.Tensor) -> Any:
 
 class OptimizerAdapter(Optimizer):
     """A torch optimizer with the interface of an optimizer of allred. Parameters are named as in `named_parameters()`
-    if the torch optimizer was made with that, else as in `names` (by id), else "group.position". It does not keep the
-    torch optimizer alive."""
+    if the torch optimizer was made with that, else as in `names` (by id), else "group.position". If that is the name of
+    several, the later ones get a number, such as "weight#2". It does not keep the torch optimizer alive."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str] | None = None) -> None:
         self._reference, self.global_step = weakref.ref(optimizer), 0
@@ -66,11 +67,16 @@ class OptimizerAdapter(Optimizer):
         self._named: list[tuple[str, torch.Tensor]] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer, "global_step": self.global_step}
+        """The optimizer as its class pickles it: the object refuses to be pickled."""
+        kind: Any = type(self.optimizer)
+        return {"optimizer": kind.__reduce_ex__(self.optimizer, 4), "global_step": self.global_step}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["optimizer"])  # type: ignore[misc]
-        self._owned = state["optimizer"]  # on a parameter server
+        made, arguments, *content = state["optimizer"]
+        self._owned = made(*arguments)  # on a parameter server
+        if content:
+            self._owned.__setstate__(content[0])
+        self.__init__(self._owned)  # type: ignore[misc]
         self.global_step = state["global_step"]
 
     @property
@@ -102,6 +108,7 @@ class OptimizerAdapter(Optimizer):
                 if isinstance(given, int):
                     known = [self._names_by_id.get(id(each), f"{number}.{i}") for i, each in enumerate(params)]
                 self._named += zip(known, params, strict=True)
+            self._named = _with_unique_names(self._named)
         return self._named
 
     def views(self) -> dict[str, Any]:
@@ -139,13 +146,22 @@ class OptimizerAdapter(Optimizer):
             held = self._gradient_views[name] = grad, _gradient_view(grad)
         return held[1]
 
-    def reduced_gradients(self) -> list[Any]:
-        """Return arrays over the gradients of all parameters that can be trained; of a sparse one its values."""
-        found = []
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a parameter has a gradient."""
+        groups = self.optimizer.param_groups
+        return any(parameter.grad is not None for group in groups for parameter in group["params"])
+
+    def reduced_gradients(self, dense: bool = False) -> dict[str, Any]:
+        """Return arrays over the gradients of all parameters that can be trained, by name; of a sparse one its values,
+        or a dense copy."""
+        found: dict[str, Any] = {}
         for name, parameter in self.named_parameters():
             if parameter.requires_grad and parameter.grad is not None:
-                is_sparse = parameter.grad.is_sparse
-                found.append(as_array(parameter.grad.values()) if is_sparse else self.gradient(name, parameter))
+                if parameter.grad.is_sparse:
+                    found[name] = as_array(parameter.grad.to_dense() if dense else parameter.grad.coalesce().values())
+                else:
+                    found[name] = self.gradient(name, parameter)
         return found
 
     def step_input(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -228,10 +244,7 @@ class OptimizerAdapter(Optimizer):
             )
         for group, given in zip(own, groups, strict=True):
             for key, value in given.items():
-                if isinstance(group.get(key), torch.Tensor):
-                    group[key].fill_(value)
-                else:
-                    group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+                group[key] = put(group.get(key), value)
 
     @property
     def lr(self) -> float:
@@ -268,7 +281,8 @@ class OptimizerAdapter(Optimizer):
         places = {tensor.name: index for index, tensor in enumerate(tensors) if tensor.name in self.sparse.names}
         values = list(values)
         for name, index in places.items():
-            values[index] = self.sparse.reduce(name, parameters[name], weight, average)
+            if values[index] is not None:  # some rank has this gradient
+                values[index] = self.sparse.reduce(name, parameters[name], weight, average)
         return values
 
     def step(self, params: Any, grads: Any) -> None:
@@ -284,13 +298,7 @@ class OptimizerAdapter(Optimizer):
             if name in self.sparse.names:
                 self.sparse.assign(parameter, value)
             elif self._given.get(name) is not value:
-                parameter.grad = self._like(parameter, value)
-
-    def _like(self, parameter: torch.Tensor, value: Any) -> torch.Tensor:
-        made = value if isinstance(value, torch.Tensor) else copy_to_tensor(value)
-        if parameter.is_complex():
-            made = torch.view_as_complex(made)
-        return made.to(device=parameter.device, dtype=parameter.dtype)
+                parameter.grad = copy_like(parameter, value)
 
     def _serve(self, params: dict[str, Array], grads: dict[str, Array | None]) -> None:
         """Make one update of the parameters on this server, in their memory."""
@@ -336,8 +344,16 @@ class OptimizerAdapter(Optimizer):
             raise InputError(f"{self.kind}.load_state_dict: the state has '{odd[0]}', which is no parameter here")
         own = self.optimizer.state_dict()
         own["state"] = {numbers[name]: from_slots(slots) for name, slots in state["slots"].items()}
-        self._load(own)
+        load_in_place(self.optimizer, own, self._load)
         self.global_step = int(state["global_step"])
+
+
+def _with_unique_names(named: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in named:
+        numbered = itertools.chain([name], (f"{name}#{number}" for number in itertools.count(2)))
+        found[next(each for each in numbered if each not in found)] = parameter
+    return list(found.items())
 
 
 class UntrainedTensors:

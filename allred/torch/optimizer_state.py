@@ -7,6 +7,8 @@ the parameter ("exp_avg", "old_dirs.3"). A suffix marks 0-d tensors and values t
 In a path "#3" is the integer key 3, and "%2E" a dot in a key (also %23, %25, %3A).
 """
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -59,6 +61,8 @@ def _key_of(text: str) -> str | int:
 
 
 def _add(found: dict[str, Array], path: str, value: Any, copy: bool) -> None:
+    if isinstance(value, torch.Tensor) and value.is_sparse:  # the momentum of sparse gradients; torch takes dense too
+        value = value.to_dense()
     if isinstance(value, torch.Tensor) and value.is_complex():
         array = as_array(torch.view_as_real(value.detach().cpu().resolve_conj()))
         found[f"{path}:complex"] = np.array(array) if copy else array
@@ -109,6 +113,66 @@ def _value(slots: dict[str, Any], kinds: dict[str, str], path: str) -> Any:
     if kind == "complex":
         return torch.view_as_complex(copy_to_tensor(array))
     return copy_to_tensor(array.reshape(()) if kind == "scalar" else array)
+
+
+def load_in_place(
+    optimizer: torch.optim.Optimizer, state: dict[str, Any], load: Callable[[Any], None] | None = None
+) -> None:
+    """As `load(state)`, by default `optimizer.load_state_dict(state)`, but tensors of the optimizer, such as a learning rate that the program
+    changes, get the new values, and are not replaced. Parameter groups remain the same dicts. New tensors have the
+    strides of their parameter, because fused updates use both in the order of their memory."""
+    groups, before = optimizer.param_groups, dict(optimizer.state)
+    (load or optimizer.load_state_dict)(state)
+    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+        for key in set(group) - set(loaded):
+            del group[key]
+        group |= {key: value if key == "params" else put(group.get(key), value) for key, value in loaded.items()}
+    optimizer.param_groups = groups
+    used = {_memory(parameter) for group in groups for parameter in group["params"]}
+    for parameter in filter(optimizer.state.__contains__, itertools.chain(*(group["params"] for group in groups))):
+        old, slots = before.get(parameter, {}), optimizer.state[parameter]
+        for key, value in slots.items():
+            if isinstance(old.get(key), torch.Tensor) and (memory := _memory(old[key])) not in used:  # not shared
+                used.add(memory)
+                slots[key] = put(old[key], value)
+            if slots[key] is value:
+                slots[key] = _laid_out_like(parameter, value)
+
+
+def _laid_out_like(parameter: torch.Tensor, value: Any) -> Any:
+    """Return a tensor with the shape of a parameter with its strides; other values as they are."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.shape != parameter.shape:
+        return value
+    if value.stride() == parameter.stride():
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)
+
+
+def _memory(tensor: torch.Tensor) -> int | None:
+    """Return the address of the storage of a tensor; None if it is empty or not dense."""
+    return (tensor.untyped_storage().data_ptr() or None) if tensor.layout is torch.strided else None
+
+
+def put(old: Any, new: Any) -> Any:
+    """Return `new`; but where `old`, or an element of a list or tuple, is a tensor, this tensor with the value of
+    `new`, if shape and dtype fit.
+
+    >>> rate = torch.tensor(1.0)
+    >>> put((rate, 2), [0.5, 3]), rate
+    ((tensor(0.5000), 3), tensor(0.5000))
+    """
+    if isinstance(old, torch.Tensor):
+        is_tensor = isinstance(new, torch.Tensor)
+        if is_tensor and (old.shape, old.dtype, old.layout) == (new.shape, new.dtype, torch.strided):
+            old.detach().copy_(new)
+            return old
+        if isinstance(new, (float, int)) and old.layout is torch.strided:
+            old.detach().fill_(new)
+            return old
+    if isinstance(old, (list, tuple)) and isinstance(new, (list, tuple)):
+        made = [put(*pair) for pair in itertools.zip_longest(old[: len(new)], new)]
+        return tuple(made) if isinstance(old, tuple) else made
+    return new
 
 
 register_tensor("torch", torch.Tensor, lambda tensor: as_array(tensor.detach().cpu()), copy_to_tensor)

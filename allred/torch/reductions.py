@@ -144,7 +144,7 @@ def _as_real(tensor: torch.Tensor, op: Any) -> torch.Tensor:
     if not tensor.is_complex():
         return tensor
     check_host(tensor)
-    if op not in (TorchOp.SUM, TorchOp.AVG):
+    if not any(op == each for each in (TorchOp.SUM, TorchOp.AVG)):  # op may be an object that equals these
         raise InputError(f"{_op_name(op)} of complex numbers is not defined; use SUM or AVG")
     return torch.view_as_real(tensor.detach())
 

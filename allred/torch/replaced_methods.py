@@ -1,4 +1,4 @@
-"""Replaces `step`, `add_param_group` and `load_state_dict` of one torch optimizer by those of its hooked optimizer.
+"""Replaces methods of one torch optimizer by those of its hooked optimizer, and refuses copies and pickles of it.
 
 The new methods do not keep the optimizer alive, like those of torch's learning rate schedulers. So the optimizer and
 its hooks end where the program drops its last reference, at the same line on all ranks. In a cycle of references they
@@ -12,7 +12,11 @@ from typing import Any
 from allred.errors import InputError
 from allred.torch.uncompiled import uncompiled
 
-_NAMES = ("step", "add_param_group", "load_state_dict")
+_NAMES = ("step", "add_param_group", "load_state_dict", "__reduce_ex__")  # copy and pickle call the last one
+NO_COPY = (
+    "a distributed optimizer cannot be copied or pickled: the copy would not average gradients. Copy or save "
+    "optimizer.state_dict(), and pass a new optimizer to allred.distributed (or hvd.DistributedOptimizer)"
+)
 
 
 def dereference(reference: "weakref.ref[Any]") -> Any:
@@ -54,8 +58,12 @@ def replace_methods(optimizer: Any) -> dict[str, Any]:
         load(state_dict)
         dereference(reference).allred.forget_gradients()
 
+    def refuse(_protocol: Any) -> Any:
+        raise TypeError(NO_COPY)
+
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers made later keep this method
-    optimizer.step, optimizer.add_param_group, optimizer.load_state_dict = step, add_param_group, load_state_dict
+    optimizer.step, optimizer.add_param_group = step, add_param_group
+    optimizer.load_state_dict, optimizer.__reduce_ex__ = load_state_dict, refuse
     return saved
 
 

@@ -47,16 +47,14 @@ class SparseGradients:
         return as_array(made)
 
     def reduce(self, name: str, parameter: torch.Tensor, weight: float | None, average: bool) -> Any:
-        """Replace a gradient by its sum or mean over the ranks. Collective. Returns the array of its values; None if no
-        rank has this gradient. weight: factor of this rank's gradient, or None."""
+        """Replace a gradient that some rank has by its sum or mean over the ranks. Collective. Returns the array of its
+        values. weight: factor of this rank's gradient, or None."""
         grad = parameter.grad if parameter.grad is not None else _empty(parameter)
         size, indices, values = functions.current().active.size, grad.indices(), grad.values()
         if weight is not None:
             values = values * weight if weight else torch.zeros_like(values)  # weight 0: zeros, because 0 * NaN is NaN
         rows = functions.allgather(np.ascontiguousarray(as_array(indices).T), f"indices of {name}")
         parts = functions.allgather(np.ascontiguousarray(as_array(values)), f"values of {name}")
-        if parameter.grad is None and not len(rows):
-            return None
         total = torch.sparse_coo_tensor(
             as_tensor(rows).T.contiguous(), as_tensor(parts), parameter.shape, check_invariants=False
         ).coalesce()

@@ -93,6 +93,19 @@ def copy_to_tensor(array: Array) -> torch.Tensor:
     return made
 
 
+def copy_like(parameter: torch.Tensor, value: Any) -> torch.Tensor:
+    """Return a gradient of a parameter, with its strides, dtype and device, as torch makes them. Fused optimizers use
+    both in the order of their memory. value: an array, or a dense tensor; of complex numbers, or as real numbers.
+
+    >>> copy_like(torch.zeros(2, 3).t(), np.ones((3, 2), np.float32)).stride()
+    (1, 3)
+    """
+    made = torch.empty_like(parameter, requires_grad=False)
+    source = value if isinstance(value, torch.Tensor) else copy_to_tensor(value)
+    (torch.view_as_real(made) if made.is_complex() and not source.is_complex() else made).copy_(source)
+    return made
+
+
 def _view(tensor: torch.Tensor, dtype: str) -> Array:
     if tensor.numel() == 0:  # it may have no address
         return np.empty(tuple(tensor.shape), dtype)

@@ -69,7 +69,18 @@ def all_reduce_of_other_tensors(rank, size):
     for dtype in (torch.complex64, torch.complex128):
         tensor = rank_tensor(rank, 3, dtype=dtype) * (1 + 1j)
         dist.all_reduce(tensor)
-        assert_same(tensor, sum(rank_tensor(r, 3, dtype=dtype) for r in range(size)) * (1 + 1j), 3)
+        total = sum(rank_tensor(r, 3, dtype=dtype) for r in range(size)) * (1 + 1j)
+        assert_same(tensor, total, 3)
+        tensor = rank_tensor(rank, 3, dtype=dtype) * (1 + 1j)
+        dist.reduce(tensor, size - 1)
+        assert_same(tensor, total if rank == size - 1 else rank_tensor(rank, 3, dtype=dtype) * (1 + 1j), 3)
+        for scatter in (
+            lambda found, parts: dist.reduce_scatter(found, parts),
+            lambda found, parts: dist.reduce_scatter_tensor(found, torch.cat(parts)),
+        ):
+            found, mine = torch.zeros(3, dtype=dtype), rank_tensor(rank, 3, dtype=dtype) * (1 + 1j)
+            scatter(found, [mine * (r + 1) for r in range(size)])
+            assert_same(found, total * (rank + 1), 3 * size)
     bools = torch.tensor([rank == 0, True, False])
     dist.all_reduce(bools)
     assert bools.tolist() == [True, True, False]

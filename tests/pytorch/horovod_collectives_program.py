@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from optimizer_case_runner import case
+from torch import distributed as dist
 
 import allred
 import allred.torch as hvd
@@ -555,4 +556,40 @@ def shutdown_and_init():
     world.current().config = dataclasses.replace(before, mode="ps")
     with pytest.raises(ValueError, match="train in mode sync"):
         hvd.init()
+    world.current().config = before
+
+
+@case
+def a_world_that_another_function_has_made():
+    """allred.init() or init_process_group(), and hvd.init() later or never; allred.shutdown()."""
+    for door in ("allred", "torch", "allred, then hvd"):
+        stale = hvd.add_process_set([0])
+        left = hvd.allreduce_async(torch.ones(2), name="left")
+        hvd.synchronize(left)
+        allred.shutdown()
+        assert hvd.global_process_set.ranks == []
+        assert stale.process_set_id is None
+        if door == "torch":
+            dist.init_process_group("allred")
+        else:
+            allred.init(banner=False)
+        if "hvd" in door:
+            hvd.init()
+        assert hvd.global_process_set.ranks == list(range(hvd.size()))
+        assert hvd.global_process_set.size() == hvd.size()
+        assert hvd.global_process_set.included()
+        weight = torch.nn.Parameter(torch.zeros(2))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("weight", weight)])
+        (weight * (hvd.rank() + 1.0)).sum().backward()
+        optimizer.step()
+        mean = sum(range(1, hvd.size() + 1)) / hvd.size()
+        assert weight.tolist() == [-mean, -mean]
+        same(hvd.allreduce(value(hvd.rank()), op=hvd.Sum), sum(everyone()))
+        hvd.remove_process_set(hvd.add_process_set([0]))
+        if door == "torch":
+            dist.destroy_process_group()
+    before = world.current().config
+    world.current().config = dataclasses.replace(before, mode="ps")
+    with pytest.raises(ValueError, match="train in mode sync"):
+        hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
     world.current().config = before

@@ -386,6 +386,11 @@ def sparse_gradients():
             train(model, optimizer, words(step, [hvd.rank()]))
             assert model.words.weight.grad.is_sparse
             train(other, plain, words(step, range(hvd.size())))
+        for net_, each, share in ((model, optimizer, 1.0), (other, plain, 1.0 / hvd.size())):  # on rank 0 only
+            each.zero_grad()
+            if each is plain or hvd.rank() == 0:
+                (loss_of(net_, words(9, [0])) * share).backward()
+            each.step()
         equal(model, other)
 
 
@@ -455,6 +460,20 @@ def the_state_of_optimizers():
     assert (new.param_groups[0]["lr"], len(new.state)) == (0.1, 0)
     with pytest.raises(ValueError, match="LBFGS"):
         hvd.broadcast_optimizer_state(torch.optim.LBFGS(net().parameters()), root_rank=0)
+
+
+@case
+def a_learning_rate_that_is_a_tensor():
+    """The program changes it after the broadcast."""
+    weight, rate = nn.Parameter(torch.zeros(2)), torch.tensor(0.5 * (hvd.rank() + 1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.Adam([weight], lr=rate))
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate == 0.5
+    rate.fill_(0.25)
+    weight.sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.full((2,), -0.25))
 
 
 @case

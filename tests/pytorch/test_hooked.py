@@ -1,8 +1,8 @@
 """Hooked torch optimizers: the cases of hooked_program.py, in one job at 2 ranks; with --full at 3 ranks too.
 
-hooked_edge_cases.py has more of them. Gradients are sent at the end of the backward pass (no_overlap); some cases are
-repeated with gradients that are sent during it (overlap). The job takes about 30 s of CPU time, of which 6 s are the
-import of torch; more on a busy machine.
+hooked_edge_cases.py and hooked_gradient_cases.py have more of them. Gradients are sent at the end of the backward pass
+(no_overlap); some cases are repeated with gradients that are sent during it (overlap). The job takes about 40 s of CPU
+time, of which 6 s are the import of torch; more on a busy machine.
 """
 
 import functools
@@ -16,7 +16,7 @@ from allred import testing
 pytest.importorskip("torch")
 
 PROGRAM = pathlib.Path(__file__).with_name("hooked_program.py")
-FILES = PROGRAM, PROGRAM.with_name("hooked_edge_cases.py")
+FILES = PROGRAM, *map(PROGRAM.with_name, ("hooked_edge_cases.py", "hooked_gradient_cases.py"))
 NAMES = [f"no_overlap {name}" for file in FILES for name in cases.names(file)]
 NAMES += [f"overlap {name}" for file in FILES for name in cases.names(file, "case_with_overlap")]
 

@@ -39,13 +39,14 @@ class MistakeChecks:
 
     def __init__(self, options: StepOptions, title: str, optimizer: Any = None) -> None:
         self.skipped = 0  # steps
+        self.in_skipped_step = False  # an earlier reduction of the current step was skipped
         self._title, self._nonfinite, self._compression = title, options.nonfinite, options.compression
         self._optimizer = optimizer
         self._updates = None if optimizer is None else updates_of(optimizer)
         self._duplicates = DuplicateBatch(title)
         self._batches = BatchArguments(title)
         self._window = moving_window.MovingWindow()
-        self._samples: int | None = None  # of the current step on this rank
+        self.samples: int | None = None  # of the current step on this rank
         self._found: dict[str, str] = {}  # gradients of the current step that are not finite, in `scan_bucket`
         self.steps = 0  # completed negotiations, those of the root after a broadcast
         self._equal_at = 0  # the last step before which the parameters of all ranks were equal
@@ -56,7 +57,7 @@ class MistakeChecks:
 
     def requests(self, samples: int | None) -> int:
         """Begin a step. Return the flags of the comparisons that this rank requests."""
-        self._samples, self._found = samples, {}
+        self.samples, self._found = samples, {}
         every, step = world.config().check_steps, self.steps + 1
         due = every and (step <= _FIRST or step % every == 0 or (self._updates and self._updates.outside()))
         return _CHECK * bool(due and functions.current().size > 1) | _BATCHES * self._batches.new(step)
@@ -65,11 +66,11 @@ class MistakeChecks:
     def can_defer_scan(self) -> bool:
         """Whether the gradients of this step must be finite, so that the reduction may check its results instead. Call
         `requests` before."""
-        return self.policy != "ignore" and self._samples != 0
+        return self.policy != "ignore" and self.samples != 0
 
     def scan(self, plan: Plan, values: Sequence[Any], plain: bool = False) -> int:
         """Return this rank's flags of its gradients. plain: see `StepInput`."""
-        if self.policy == "ignore" or self._samples == 0:  # gradients of 0 samples are not used
+        if self.policy == "ignore" or self.samples == 0:  # gradients of 0 samples are not used
             return 0
         return finite.scan(plan, values, functions.current().size, self._compression, plain)
 
@@ -144,6 +145,8 @@ class MistakeChecks:
 
     def _refuse(self, problem: str) -> bool:
         if self.policy == "skip" and self._optimizer is not None:
+            if self.in_skipped_step:
+                return False
             self.skipped += 1
             world.current().counters.skip()
             if self.skipped == 1:
@@ -165,7 +168,7 @@ class MistakeChecks:
             trained = {tensor.name for tensor, value in zip(plan.tensors, values, strict=True) if value is not None}
             if self._optimizer is not None:
                 parts = drift.parts_of(params, trained, self._optimizer)
-            gradients = self._duplicates.hash(values) if self._samples != 0 else 0
+            gradients = self._duplicates.hash(values) if self.samples != 0 else 0
             note = drift.fingerprint(parts) >> _BITS << _BITS | gradients
         except Exception as error:  # such as of the user's state_dict: the other ranks wait in the exchange
             problem = f"comparing the ranks' parameters: {type(error).__name__}: {error}"

@@ -8,7 +8,7 @@ from typing import Any
 from allred import log, startup, world
 from allred.cluster import mpi, topology
 from allred.errors import InputError
-from allred.torch.horovod import handles, process_sets, rank_timeline, variables
+from allred.torch.horovod import rank_timeline, variables
 from allred.torch.horovod.process_sets import ProcessSet, check_initialized, register
 
 
@@ -28,20 +28,18 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     if not world.is_initialized():
         variables.apply(os.environ)
         startup.init(None if comm == [] else comm)
-        _forget_all()
         _start_timeline()
+    check_mode_sync()
+    register(sets)
+
+
+def check_mode_sync() -> None:
+    """Raise InputError in mode ps."""
     if world.config().mode == "ps":
         raise InputError(
             "ALLRED_MODE=ps: programs with Horovod's interface train in mode sync; for parameter servers use "
             "allred.init() and allred.distributed(optimizer)"
         )
-    register(sets)
-
-
-def _forget_all() -> None:
-    """Forget handles and process sets: those of a world that has ended."""
-    handles.forget_all()
-    process_sets.forget_all()
 
 
 def _start_timeline() -> None:
@@ -70,7 +68,6 @@ def shutdown() -> None:
     if world.is_initialized():
         rank_timeline.stop_timeline()
         startup.shutdown()
-    _forget_all()
 
 
 def is_initialized() -> bool:

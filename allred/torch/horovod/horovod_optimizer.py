@@ -21,12 +21,14 @@ from allred.torch.backward_state import BackwardPass, NextStep
 from allred.torch.hooked_optimizer import HookedOptimizer
 from allred.torch.horovod import handles
 from allred.torch.horovod.allreduce import Average, Sum, grouped_allreduce_async_, operator
-from allred.torch.horovod.basics import size
+from allred.torch.horovod.basics import check_mode_sync, size
 from allred.torch.horovod.compression import Compression
 from allred.torch.horovod.horovod_errors import as_horovod_error
 from allred.torch.horovod.operations import check_compression
 from allred.torch.horovod.process_sets import ProcessSet, check_initialized, global_process_set, rank_set
 from allred.torch.horovod.sparse_allreduce import sparse_allreduce_async
+from allred.torch.replaced_methods import NO_COPY
+from allred.torch.tensors import copy_like
 
 _FUSED_COMPRESSION = {Compression.none: ops.Compression.none, Compression.fp16: ops.Compression.fp16}
 
@@ -100,7 +102,7 @@ class HorovodStep(HookedOptimizer):
         found = []
         for parameter in self._trained().values():
             if parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.to_dense()
+                parameter.grad = copy_like(parameter, parameter.grad.to_dense())
                 found.append(parameter)
         return found
 
@@ -149,12 +151,15 @@ class HorovodStep(HookedOptimizer):
 
     def synchronize(self) -> None:
         """Reduce the gradients if no backward pass has done it. A gradient that all ranks lack becomes zeros."""
-        if not self._next.is_reduced or self._next.micro_samples:
-            self.reduce_all()
+        self.reduce_in_step()
         for parameter in self._trained().values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         self.is_synchronized = True
+
+    def reduce_in_step(self) -> None:
+        if self.should_synchronize:
+            super().reduce_in_step()
 
     def forget_gradients(self) -> None:
         """Discard the gradients of an unfinished step."""
@@ -162,9 +167,7 @@ class HorovodStep(HookedOptimizer):
         self.is_synchronized, self.should_synchronize = False, True
 
     def step_torch_optimizer(self, closure: Any = None) -> Any:
-        if not self.should_synchronize:
-            self._next = NextStep(is_reduced=True, is_skipped=self._next.is_skipped)
-        elif closure is None:
+        if self.should_synchronize and closure is None:
             if self.is_synchronized:
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
@@ -187,7 +190,7 @@ class _HorovodMethods:
     allred: HorovodStep | None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("a DistributedOptimizer cannot be copied or pickled: copy or save optimizer.state_dict()")
+        raise TypeError(NO_COPY)
 
     def synchronize(self) -> None:
         """Wait until the gradients are reduced. They are after `backward()`; if a rank made no backward pass, this call
@@ -272,6 +275,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     Example: `optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())`.
     """
     check_initialized("DistributedOptimizer()")
+    check_mode_sync()
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(f"DistributedOptimizer({type(optimizer).__name__}): expected an optimizer of torch")
     op = operator(op)

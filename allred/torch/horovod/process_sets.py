@@ -10,7 +10,9 @@ from allred.comm import functions
 from allred.comm.communicator import Communicator
 from allred.comm.process_set import ProcessSet as RankSet
 from allred.errors import InputError, MismatchError
+from allred.torch.horovod import handles
 from allred.torch.horovod.horovod_errors import HorovodNotInitializedError, as_horovod_error
+from allred.watch import exit_callbacks
 
 
 class ProcessSet:
@@ -28,8 +30,8 @@ class ProcessSet:
     """
 
     process_set_id: int | None = None
-    ranks: list[int] | None = None
     mpi_comm: Any = None
+    _ranks: list[int] | None = None
 
     def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:
         if hasattr(ranks_or_comm, "Get_group"):
@@ -39,6 +41,16 @@ class ProcessSet:
         if not all(isinstance(rank, int) for rank in ranks):
             raise InputError(f"ProcessSet({ranks_or_comm!r}): expected a list of ranks, or an mpi4py communicator")
         self.ranks = sorted(ranks)
+
+    @property
+    def ranks(self) -> list[int] | None:
+        if self is global_process_set:
+            return list(range(topology.size())) if world.is_initialized() else []
+        return self._ranks
+
+    @ranks.setter
+    def ranks(self, ranks: list[int] | None) -> None:
+        self._ranks = ranks
 
     def size(self) -> int | None:
         """Return the number of ranks; None without registration."""
@@ -61,19 +73,21 @@ global_process_set.process_set_id = 0
 
 _numbers = itertools.count(1)
 _registered: dict[int, ProcessSet] = {}  # by id, without the global one
+_in_use = False  # by the current world
 
 
-def forget_all() -> None:
-    """Remove all sets. Called when the world of their ranks has ended."""
+def _leave_world(_: BaseException | None) -> None:
+    """Forget the handles and process sets of a world that ends."""
+    global _in_use
+    _in_use = False
+    handles.forget_all()
     for each in _registered.values():
         each.process_set_id = None
     _registered.clear()
-    global_process_set.ranks = []
 
 
 def register(process_sets: Sequence[ProcessSet]) -> None:
     """Register the sets that `init` got, except those that are. Raises ValueError if two have the same ranks."""
-    global_process_set.ranks = list(range(topology.size()))
     for each in process_sets:
         if each.process_set_id is None:
             add_process_set(each)
@@ -149,6 +163,13 @@ def communicator_of(process_set: ProcessSet) -> Communicator:
 
 
 def check_initialized(what: str) -> None:
-    """Raise ValueError before `hvd.init()`. what: the call."""
+    """Raise ValueError before `hvd.init()`. `allred.init()` and `init_process_group("allred")` may replace it.
+
+    what: the call.
+    """
+    global _in_use
     if not world.is_initialized():
         raise HorovodNotInitializedError(f"{what}: call hvd.init() first")
+    if not _in_use:
+        _in_use = True
+        exit_callbacks.register(_leave_world)

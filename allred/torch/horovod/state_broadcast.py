@@ -12,6 +12,7 @@ from allred.torch.horovod import handles
 from allred.torch.horovod.broadcast import broadcast_async_
 from allred.torch.horovod.operations import CollectiveCall
 from allred.torch.horovod.process_sets import ProcessSet, communicator_of, global_process_set
+from allred.torch.optimizer_state import load_in_place
 
 _TENSOR = "allred: a tensor, which is sent apart"
 
@@ -68,9 +69,8 @@ def broadcast_optimizer_state(
         tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in layout]
     broadcast_parameters(tensors, root_rank)
     if not is_root:
-        optimizer.load_state_dict(
-            _map(state, lambda value: tensors[value[1]] if _is_tensor_mark(value) else value, _is_tensor_mark)
-        )
+        given = _map(state, lambda value: tensors[value[1]] if _is_tensor_mark(value) else value, _is_tensor_mark)
+        load_in_place(optimizer, given)
 
 
 def _is_tensor_mark(value: Any) -> bool:

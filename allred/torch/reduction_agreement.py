@@ -1,0 +1,83 @@
+"""`ReductionAgreement`: whether all ranks reduce the gradients of one step in the same way."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from allred.comm import functions
+from allred.comm.header import by_rank
+from allred.errors import InputError
+from allred.gpu.device_arrays import to_host
+from allred.modes.detect import drift
+
+# Flags of `ReductionAgreement`; see CallerFlags.
+_NUMBER, _NUMBERS, _HOW = 10, 4, 12  # the number of a reduction modulo 4, in bits 10 and 11
+_IN_STEP, _LOCAL = 1, 2  # from bit 12
+
+
+class ReductionAgreement:
+    """Flags in the header exchange of each reduction, about the reductions of a rank since the last update. Only the
+    ranks together know whether all reduce the gradients of one step in the same way:
+
+    - A rank that lacks gradients, or adds them in no_sync(), reduces in `step`. What the program does in between, such
+      as clipping, it does with averages on the other ranks only. So `step` compares the gradients if the ranks differ.
+    - A rank may call backward() outside of no_sync() once more than others. Its reduction then meets that of their next
+      step, or their comparison in `step`: an error.
+
+    in_step: whether this rank reduces in `step`. has_local: whether it has added gradients in no_sync() since the last
+    reduction.
+    """
+
+    def __init__(self, title: str) -> None:
+        self._title, self.in_step, self.has_local = title, False, False
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Call after an update, and where an error has ended a step on all ranks."""
+        self._number = 0  # of reductions since the last update
+        self._differs = False  # whether the ranks have differed in `in_step` or `has_local`
+
+    def flags(self) -> int:
+        how = _IN_STEP * self.in_step | _LOCAL * self.has_local
+        return self._number % _NUMBERS << _NUMBER | how << _HOW
+
+    def agree(self, flags: list[int], ranks: Sequence[int]) -> None:
+        """Raises InputError if the ranks reduce gradients of different steps."""
+        numbers = [flag >> _NUMBER & _NUMBERS - 1 for flag in flags]
+        if len(set(numbers)) > 1:
+            texts = [f"reduction {number + 1} since the last update" for number in numbers]
+            raise InputError(
+                f"{self._title}: the ranks reduce gradients of different steps: {by_rank(texts, ranks)}; all ranks "
+                "must call backward() outside of no_sync(), and step(), equally often. Correct this; to continue here, "
+                "call opt.allred.broadcast() and opt.zero_grad() on all ranks, because some have made an update more"
+            )
+        self._differs = self._differs or len({flag >> _HOW for flag in flags}) > 1
+        self._number += 1
+        self.has_local = False
+
+    def compare(self, gradients: Callable[[bool], dict[str, Any]]) -> None:
+        """Before an update: if the ranks have differed, compare their reduced gradients. Collective then. Raises
+        InputError if they are not equal.
+
+        gradients: returns their arrays by name; of sparse ones the values, or with True dense copies, because a
+        gradient may be sparse on some ranks only.
+        """
+        if not self._differs:
+            return
+        title = f"{self._title} after gradients that some ranks lacked or added in no_sync()"
+        fields = functions.current().check("step", title, note=drift.fingerprint(_parts(gradients(False)))).wait()
+        if len({each.note for each in fields}) == 1:
+            return
+        tables = functions.allgather_object(drift.table(_parts(gradients(True))), title)
+        keys = dict.fromkeys(key for table in tables for key in table)
+        odd = [name for _, name in keys if len({table.get(("state", name)) for table in tables}) > 1]
+        if odd:
+            raise InputError(
+                f"{self._title}: the reduced gradients of '{odd[0]}' differ between the ranks. Some ranks lacked "
+                "gradients or used no_sync(), so that they were reduced in step(), and the program has changed the "
+                "gradients on the other ranks after backward(). Clip with allred.distributed(optimizer, clip_norm=...) "
+                "or compute gradients on all ranks, such as by adding 0 * parameter.sum() to the loss"
+            )
+
+
+def _parts(gradients: dict[str, Any]) -> list[drift.Part]:
+    return [drift.Part("state", name, to_host(value)) for name, value in gradients.items()]
