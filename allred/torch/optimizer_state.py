@@ -118,9 +118,9 @@ def _value(slots: dict[str, Any], kinds: dict[str, str], path: str) -> Any:
 def load_in_place(
     optimizer: torch.optim.Optimizer, state: dict[str, Any], load: Callable[[Any], None] | None = None
 ) -> None:
-    """As `load(state)`, by default `optimizer.load_state_dict(state)`, but tensors of the optimizer, such as a learning rate that the program
-    changes, get the new values, and are not replaced. Parameter groups remain the same dicts. New tensors have the
-    strides of their parameter, because fused updates use both in the order of their memory."""
+    """As `load(state)`, by default `optimizer.load_state_dict(state)`, but tensors of the optimizer, such as a learning
+    rate that the program changes, get the new values, and are not replaced. Parameter groups remain the same dicts. New
+    tensors have the strides of their parameter, because fused updates use both in the order of their memory."""
     groups, before = optimizer.param_groups, dict(optimizer.state)
     (load or optimizer.load_state_dict)(state)
     for group, loaded in zip(groups, optimizer.param_groups, strict=True):
