@@ -20,7 +20,7 @@ import time
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "integration"))
 
-SURFACES = ("optimizers", "collectives", "data")
+SURFACES = ("optimizers", "collectives", "data", "servers")
 # By name: environment variables.
 WORLDS = {
     "shm": {},
@@ -76,8 +76,9 @@ def play(surface: str, ranks: int, world: str, first: int, last: int) -> tuple[i
     if f"passed {first} to {last}" in lines and done.returncode == 0:
         return None, ""
     started = [int(line.split()[1]) for line in lines if line.startswith("scenario ")]
-    text = "\n".join(line for line in lines if not line.startswith(("scenario ", "Abort(")))
-    return max(started, default=first), text[-6000:]
+    kept = [line for line in lines if line and not line.startswith(("scenario ", "Abort(", "rank "))]
+    problems = dict.fromkeys(line for line in lines if line.startswith("rank "))
+    return max(started, default=first), "\n".join(["\n".join(kept)[-4000:], *problems])
 
 
 if __name__ == "__main__":
