@@ -20,7 +20,7 @@ import time
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "integration"))
 
-SURFACES = ("optimizers", "collectives", "data", "servers")
+SURFACES = ("optimizers", "collectives", "data", "servers", "checkpoints")
 # By name: environment variables.
 WORLDS = {
     "shm": {},
@@ -70,7 +70,7 @@ def play(surface: str, ranks: int, world: str, first: int, last: int) -> tuple[i
     environment = os.environ | WORLDS[world] | {"ALLRED_TIMEOUT_S": "30", "ALLRED_BANNER": "0", "OMP_NUM_THREADS": "1"}
     environment |= {"ALLRED_PRETEND_NODES": NODES[ranks]} if world == "tcp" and ranks > 1 else {}
     mpirun = pathlib.Path(sys.executable).parent / "mpirun"
-    command = ["timeout", "-k", "5", str(60 + last - first), mpirun, "-np", str(ranks), *program]
+    command = ["timeout", "-k", "5", str(60 + 5 * (last - first)), mpirun, "-np", str(ranks), *program]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     lines = (done.stdout + done.stderr).splitlines()
     if f"passed {first} to {last}" in lines and done.returncode == 0:
