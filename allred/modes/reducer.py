@@ -187,10 +187,11 @@ class Reducer:
 
     @property
     def checks_finite(self) -> bool:
-        """Whether reductions of arrays on the host can check their results, if all ranks count equally."""
+        """Whether reductions of arrays on the host can check their results, if all ranks count equally. One rank alone
+        does not reduce."""
         backend = functions.current().backend
         one_operation = backend.begins_with_header("grouped_allreduce", self._compression.value)
-        return self._keeps_nonfinite and backend.checks_finite and one_operation
+        return self._keeps_nonfinite and backend.checks_finite and backend.size > 1 and one_operation
 
     @property
     def checks_finite_on_gpu(self) -> bool:

@@ -58,7 +58,7 @@ class Verdict:
 class WatcherClient:
     """The connection of one rank, and the messages that it has received."""
 
-    _ignores_usr1 = False  # the connection of an earlier world has set SIG_IGN for SIGUSR1
+    _ignores_usr1 = False  # the connection of an earlier world has set SIG_IGN for SIGUSR1, which its program has not
 
     def __init__(self, name: str, hello: dict[str, Any], counters: int, prints: bool, warn_s: float) -> None:
         """Connect. counters: the descriptor of their memory, or -1. prints: whether this rank prints if the watcher
@@ -103,11 +103,19 @@ class WatcherClient:
         self._socket.setblocking(False)
         self._enable_signals()
 
+    @classmethod
+    def restore_usr1(cls) -> None:
+        """Undo at the start of a world what the connection of an earlier one has set: a session takes SIG_IGN for a
+        choice of the program."""
+        if cls._ignores_usr1 and signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN:
+            with contextlib.suppress(ValueError):  # not the main thread
+                signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+                cls._ignores_usr1 = False
+
     def _enable_signals(self) -> None:
         with contextlib.suppress(ValueError):  # not the main thread: then only waits are interrupted
             signal.signal(self._wake, self._on_signal)
-            unused = (signal.SIG_DFL, signal.SIG_IGN) if WatcherClient._ignores_usr1 else (signal.SIG_DFL,)
-            if "PMI_FD" in os.environ and signal.getsignal(signal.SIGUSR1) in unused:
+            if "PMI_FD" in os.environ and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
                 signal.signal(signal.SIGUSR1, _ignore)
             fd = self._socket.fileno()
             # To the main thread only: Python prints an error if another one runs the handler while `_disable_signals`

@@ -40,6 +40,27 @@ def test_a_bad_variable_is_one_clear_error(mpi):
     assert f"ConfigError: {raised}" in result.err, result.text
 
 
+def test_a_later_world_without_watcher_leaves_the_signal_of_batch_systems_to_a_session():
+    """The watcher's connection ignores SIGUSR1 behind its world, for the end of the process under MPICH."""
+    code = (
+        "import os, signal, allred\n"
+        "allred.init(banner=False)\n"
+        "allred.shutdown()\n"
+        "os.environ['ALLRED_WATCHER'] = '0'\n"
+        "allred.init(banner=False)\n"
+        "with allred.Session(log_steps=None) as session:\n"
+        "    opt, params = allred.distributed(allred.optim.SGD(lr=1.0)), [allred.empty(2)]\n"
+        "    params[0][:] = 1\n"
+        "    session.track(params=params, optimizer=opt)\n"
+        "    for step in session.steps(range(5)):\n"
+        "        opt.step(params, [params[0] * 0])\n"
+        "        if step == 1 and allred.rank() == 1: signal.raise_signal(signal.SIGUSR1)\n"
+        "print(f'{session.step}\\n', end='', flush=True)\n"
+    )
+    result = mpirun(2, "-c", code, timeout_s=40)
+    assert result.out.split() == ["2", "2"], result.text
+
+
 def test_ranks_without_a_variable_take_the_chiefs_and_another_value_is_an_error():
     code = (
         "import os, allred\nfrom allred import world\n"

@@ -13,20 +13,22 @@ makes a failure shorter.
 import argparse
 import os
 import pathlib
-import subprocess
 import sys
 import time
 
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "integration"))
 
-SURFACES = ("optimizers", "collectives", "data", "servers")
+from harness import mpirun  # noqa: E402
+
+SURFACES = ("optimizers", "collectives", "data", "servers", "checkpoints")
 # By name: environment variables.
 WORLDS = {
     "shm": {},
     "no arenas": {"ALLRED_ARENA": "0"},
     "tcp": {"ALLRED_TRANSPORT": "tcp"},
     "mpi": {"ALLRED_BACKEND": "mpi"},
+    "openmpi": {},
 }
 NODES = {2: "1,1", 3: "2,1", 4: "2,2"}  # of world tcp: numbers of ranks on pretended nodes
 BATCH = 100  # scenarios of a job
@@ -66,14 +68,17 @@ def _arguments() -> argparse.Namespace:
 
 def play(surface: str, ranks: int, world: str, first: int, last: int) -> tuple[int | None, str]:
     """Run scenarios as one job. Return the seed of the first one that failed, and the output; None if none did."""
-    program = [sys.executable, str(HERE / "rank_program.py"), surface, str(first), str(last)]
-    environment = os.environ | WORLDS[world] | {"ALLRED_TIMEOUT_S": "30", "ALLRED_BANNER": "0", "OMP_NUM_THREADS": "1"}
+    environment = WORLDS[world] | {"ALLRED_TIMEOUT_S": "30", "ALLRED_BANNER": "0", "OMP_NUM_THREADS": "1"}
     environment |= {"ALLRED_PRETEND_NODES": NODES[ranks]} if world == "tcp" and ranks > 1 else {}
-    mpirun = pathlib.Path(sys.executable).parent / "mpirun"
-    command = ["timeout", "-k", "5", str(120 + 2 * (last - first)), mpirun, "-np", str(ranks), *program]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    lines = (done.stdout + done.stderr).splitlines()
-    if f"passed {first} to {last}" in lines and done.returncode == 0:
+    limit_s, program = 60 + 5 * (last - first), [HERE / "rank_program.py", surface, str(first), str(last)]
+    mpi = "openmpi" if world == "openmpi" else "mpich"
+    try:
+        done = mpirun(ranks, *program, mpi=mpi, timeout_s=limit_s, env=environment)
+        text = done.text
+    except TimeoutError as error:
+        text = str(error)
+    lines = text.splitlines()
+    if f"passed {first} to {last}" in lines:
         return None, ""
     started = [int(line.split()[1]) for line in lines if line.startswith("scenario ")]
     kept = [line for line in lines if line and not line.startswith(("scenario ", "Abort(", "rank "))]

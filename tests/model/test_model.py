@@ -6,6 +6,7 @@ import random
 import tempfile
 import threading
 
+import checkpoints
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies
 
@@ -36,7 +37,16 @@ def test_every_action_has_the_result_of_the_oracle(name, rng, size):
         testing.threads(size, lambda: run(allred.rank(), pathlib.Path(directory)), timeout_s=60)
 
 
+@settings(max_examples=EXAMPLES // 2, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(rng=strategies.randoms(use_true_random=False))
+def test_every_part_of_a_training_has_the_result_of_the_oracle(rng):
+    scenario = checkpoints.scenario(rng, 1)  # whose parts start threads themselves
+    with tempfile.TemporaryDirectory() as directory:
+        for problem, _ in checkpoints.check(scenario, pathlib.Path(directory)):
+            assert not problem, f"{scenario}\n{problem}"
+
+
 def test_a_scenario_follows_from_its_seed():
-    for name in SURFACES:
+    for name in (*SURFACES, "checkpoints"):
         surface = importlib.import_module(name)
         assert str(surface.scenario(random.Random(7), 3)) == str(surface.scenario(random.Random(7), 3))

@@ -7,7 +7,15 @@ import pytest
 
 import allred
 from allred import native
-from allred.errors import AllredError, ConfigError, InputError, MismatchError, NotInitializedError, RemoteRankError
+from allred.errors import (
+    AllredError,
+    ConfigError,
+    InputError,
+    MismatchError,
+    NonFiniteError,
+    NotInitializedError,
+    RemoteRankError,
+)
 from allred.testing import threads
 
 pytestmark = pytest.mark.skipif(not native.available, reason="requires the C extension")
@@ -61,6 +69,24 @@ def test_a_distributed_optimizer():
 
     alone = threads(1, train)[0]
     assert threads(2, train) == [alone] * 2
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_gradients_that_are_not_finite(size):
+    class Descent:
+        def step(self, params, grads):
+            params["w"] -= grads["w"]
+
+    def train():
+        everyone, one = allred.distributed(Descent()), allred.ProcessSet([0])
+        alone = allred.distributed(Descent(), process_set=one)
+        for opt in [everyone] + [alone] * one.included():
+            params = {"w": np.ones(3)}
+            with pytest.raises(NonFiniteError, match="'w' on rank 0"):
+                opt.step(params, {"w": np.full(3, np.nan if allred.rank() == 0 else 1.0)})
+            assert params["w"].tolist() == [1, 1, 1]
+
+    threads(size, train)
 
 
 def test_a_session(tmp_path):
