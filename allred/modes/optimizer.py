@@ -123,16 +123,19 @@ class DistributedOptimizer:
         they are pushed to the parameter servers, which apply them, and the parameters are pulled.
 
         With accumulate=k only every k-th call communicates and updates, with the mean over the samples of k calls (over
-        the calls, if samples are unknown); gradients are then summed up here and not overwritten.
+        the calls, if samples are unknown); gradients are then summed up here and not overwritten. An error of a
+        micro-step is raised in the k-th call, on all ranks.
 
-        Every step checks for silent mistakes (allred/modes/detect): gradients that are not finite; in mode sync, in the
-        first steps and every check_steps, ranks that have drifted apart, use the same batch, or average twice. The
-        first step also compares the arguments of allred.data.batches and stream between the ranks.
+        Every step checks for silent mistakes (allred/modes/detect): gradients that are not finite; in mode sync, some
+        parameters that differ between ranks; in the first steps and every check_steps, all of them and the optimizer's
+        state, equal batches, and averaging twice. The first step also compares the arguments of allred.data.batches
+        and stream between the ranks.
 
         Arguments:
             params: a nest of writable arrays.
             grads: the same nest of gradients, of the shapes of their parameters. In mode sync they are overwritten with
-                the mean; for numbers and read-only arrays the optimizer gets new arrays. None counts as zeros if
+                the mean; for numbers, read-only arrays and arrays that share memory with an earlier gradient the
+                optimizer gets new arrays. None counts as zeros if
                 another rank has that gradient. None and Python numbers take the dtype of the parameter.
             samples: how many samples the gradients are the mean of; known automatically inside `allred.data.batches`.
                 In mode sync ranks are weighted by it; if no rank gives it, all count equally.

@@ -59,7 +59,7 @@ class PsMode(Mode):
         self._client: Client | None = None
         self._tensors: list[Tensor] = []
         self._checked: Any = None  # the list of tensors that was checked last
-        self._loaded = False
+        self._loaded = self._has_sent_state = False
         self._stop_requested = self._finished = False
         self._process = os.getpid()
         self._final_save: Callable[[], str] | None = None  # of a session, instead of a checkpoint in checkpoint_dir
@@ -147,11 +147,14 @@ class PsMode(Mode):
         return client
 
     def _agree_on_start(self, params: Any, check: bool = False) -> None:
-        """Worker 0 sends its parameters to the servers; the others wait for that. check: theirs must be equal."""
+        """Worker 0 sends its parameters to the servers, with the optimizer's state at the first time; the others wait
+        for that. check: theirs must be equal."""
         values = self._staging.download([leaf for _, leaf in nest.leaves(params)])
         digest = nest.digest(nest.rebuild(params, values)) if check or self._context.worker == 0 else ""
         if self._context.worker == 0:
-            self._servers.send_start(self._gradients.to_wire(values), self._states(), digest)
+            if not self._has_sent_state:
+                self._send_state()
+            self._servers.send_start(self._gradients.to_wire(values), digest)
         elif (chiefs := self._servers.await_start()) != digest and check:
             raise DriftError(
                 f"{self._title}: worker {self._context.worker} starts from other parameters (hash {digest}) than "
@@ -315,7 +318,12 @@ class PsMode(Mode):
         self._optimizer.load_state_dict(state)
         self._loaded = True
         if self._client is not None and self._context.worker == 0:
-            self._client.call_each([protocol.LoadState(*state) for state in self._states()])
+            self._send_state()
+
+    def _send_state(self) -> None:
+        """Worker 0: replace the state at the servers by that of its own optimizer, which is never stepped."""
+        self._servers.call_each([protocol.LoadState(*state) for state in self._states()])
+        self._has_sent_state = True
 
     def count_from(self, step: int) -> None:
         self._steps_before = None

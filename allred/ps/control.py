@@ -57,7 +57,7 @@ class Control:
         self._failures: dict[int, AllredError | None] = {}  # {number: status of worker 0}
         self.handlers: dict[type, Callable[[int, Any], Any]] = {
             protocol.Register: self._register,
-            protocol.InitialState: self._initial_state,
+            protocol.InitialParameters: self._initial_parameters,
             protocol.AwaitStart: self._await_start,
             protocol.CompareBatches: self._compare_batches,
             protocol.LoadState: self._load_state,
@@ -164,8 +164,7 @@ class Control:
 
     # Initial parameters.
 
-    def _initial_state(self, worker: int, request: protocol.InitialState) -> None:
-        self._load_state(worker, request)
+    def _initial_parameters(self, worker: int, request: protocol.InitialParameters) -> None:
         self._digest = request.digest
 
     def _await_start(self, worker: int, request: protocol.AwaitStart) -> Any:

@@ -113,8 +113,8 @@ class LoadState(ControlRequest, title="the optimizer's state"):
     parts: Parts
 
 
-class InitialState(LoadState, title="the optimizer's state to start from"):
-    """Worker 0 sets the optimizer's state and the hash of the initial parameters, which follow as a push."""
+class InitialParameters(ControlRequest, title="the parameters to start from"):
+    """Worker 0 announces parameters, which follow as a push, by their hash."""
 
     digest: str
 

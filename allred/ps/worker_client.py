@@ -207,9 +207,9 @@ class Client:
         read: int = sum(link.box.referenced for link in self._links if link.box is not None)
         return read - self._start_bytes
 
-    def send_start(self, sources: list[Array], states: Sequence[tuple[Any, Parts]], digest: str) -> None:
-        """Worker 0: send the initial parameters with their hash, and the optimizer's state for each server."""
-        self.call_each([protocol.InitialState(*state, digest) for state in states])
+    def send_start(self, sources: list[Array], digest: str) -> None:
+        """Worker 0: send the parameters to start from, with their hash."""
+        self.call(protocol.InitialParameters(digest))
         before = self.referenced_bytes
         self._request("the parameters to start from", protocol.PUSH | protocol.INIT, self._parts(sources), None)
         self._start_bytes += self.referenced_bytes - before

@@ -68,8 +68,7 @@ class ReductionAgreement:
         if len({each.note for each in fields}) == 1:
             return
         tables = functions.allgather_object(drift.table(_parts(gradients(True))), title)
-        keys = dict.fromkeys(key for table in tables for key in table)
-        odd = [name for _, name in keys if len({table.get(("state", name)) for table in tables}) > 1]
+        odd = [name for _, name in drift.differing(tables)]
         if odd:
             raise InputError(
                 f"{self._title}: the reduced gradients of '{odd[0]}' differ between the ranks. Some ranks lacked "

@@ -106,6 +106,8 @@ def serial():
     alone, alone_opt = parameters(np.random.default_rng(0), halves=name != "own"), optimizer(name)
     opt.broadcast(params)
     for step in range(6):
+        if step == 3:  # keeps the state, which is at the servers
+            opt.broadcast(params)
         grads = gradients(params, np.random.default_rng(step), step)
         alone_opt.step(alone, grads)
         opt.step(params, grads)

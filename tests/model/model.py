@@ -20,7 +20,7 @@ import time
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "integration"))
 
-SURFACES = ("optimizers", "collectives", "data")
+SURFACES = ("optimizers", "collectives", "data", "servers")
 # By name: environment variables.
 WORLDS = {
     "shm": {},
@@ -70,14 +70,15 @@ def play(surface: str, ranks: int, world: str, first: int, last: int) -> tuple[i
     environment = os.environ | WORLDS[world] | {"ALLRED_TIMEOUT_S": "30", "ALLRED_BANNER": "0", "OMP_NUM_THREADS": "1"}
     environment |= {"ALLRED_PRETEND_NODES": NODES[ranks]} if world == "tcp" and ranks > 1 else {}
     mpirun = pathlib.Path(sys.executable).parent / "mpirun"
-    command = ["timeout", "-k", "5", str(60 + last - first), mpirun, "-np", str(ranks), *program]
+    command = ["timeout", "-k", "5", str(120 + 2 * (last - first)), mpirun, "-np", str(ranks), *program]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     lines = (done.stdout + done.stderr).splitlines()
     if f"passed {first} to {last}" in lines and done.returncode == 0:
         return None, ""
     started = [int(line.split()[1]) for line in lines if line.startswith("scenario ")]
-    text = "\n".join(line for line in lines if not line.startswith(("scenario ", "Abort(")))
-    return max(started, default=first), text[-6000:]
+    kept = [line for line in lines if line and not line.startswith(("scenario ", "Abort(", "rank "))]
+    problems = dict.fromkeys(line for line in lines if line.startswith("rank "))
+    return max(started, default=first), "\n".join(["\n".join(kept)[-4000:], *problems])
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import trees
 
@@ -131,6 +132,7 @@ def scenario(rng: random.Random, size: int) -> Scenario:
     )
     kinds = ["step"] * 10 + ["broadcast", "state", "save", "restore", "lr"]
     kinds += [] if made.shares else ["change", "rebind", "drift"]
+    kinds += ["abandon"] if "accumulate" in options else []
     kinds += ["join"] if len(members) == size and not function else []
     kinds = ["step", "step", "step", "change"] if function else kinds
     if len(set(tree.names)) < len(tree.names):
@@ -156,7 +158,7 @@ def _options(rng: random.Random) -> dict[str, Any]:
 
 
 def _action(rng: random.Random, made: Scenario, kind: str) -> Action:
-    if kind not in ("step", "join", "drift"):
+    if kind not in ("step", "join", "drift", "abandon"):
         return Action(kind, number=rng.randrange(2**10))
     micro_steps, ranks = made.options.get("accumulate", 1), len(made.members)
     counts = rng.choice(["unknown", "unknown", "equal", "uneven"])
@@ -173,6 +175,9 @@ def _action(rng: random.Random, made: Scenario, kind: str) -> Action:
         if made.early and ranks == 1:  # the agreed order has dtypes too
             faults = [fault for fault in faults if fault not in ("dtype", "integer")]
         grads[micro][rank] = dataclasses.replace(grads[micro][rank], fault=rng.choice(faults), place=place)
+        plain = micro_steps == 1 and counts == "unknown" and not made.scaled and "compression" not in made.options
+        if rng.random() < 0.15 and plain and made.options["op"] is allred.Sum:  # finite gradients, whose sum may not be
+            grads = [[Gradients(each.seed, fault="large", place=place) for each in grads[0]]]
     return Action(kind, tuple(map(tuple, grads)), rng.randrange(2**10))
 
 
@@ -219,6 +224,8 @@ def gradient_values(made: Scenario, given: Gradients, scale: float) -> list[Any]
         value = np.asarray(rng.integers(-16, 17, leaf.shape) / 8 * scale).astype(gradient_dtype(made, index))
         if index == given.place and given.fault in ("nan", "inf") and value.size:
             value.reshape(-1)[-1] = float(given.fault)
+        if index == given.place and given.fault == "large" and value.size:
+            value.reshape(-1)[-1] = 0.75 * float(ml_dtypes.finfo(value.dtype).max)
         values.append(value)
     leaves = given.leaves or tuple(dataclasses.replace(leaf, layout="C", tie=None) for leaf in made.tree.leaves)
     grads: list[Any] = trees.arrays(leaves, values)
@@ -285,18 +292,27 @@ class Oracle:
         policy = "skip" if made.scaled else made.options.get("nonfinite", "raise")
         there = [grad for grads, use in zip(local, used, strict=True) if use for grad in grads if grad is not None]
         if policy != "ignore" and not all(np.isfinite(grad).all() for grad in there):
-            if policy == "raise":
-                raise Refused(NonFiniteError)
-            self.skipped += 1
-            self.scale *= 0.5 if made.scaled else 1
-            return
+            return self._nonfinite(policy)
         mean = self._reduce(local, counts if counted else [1] * len(ranks), used)
+        if policy != "ignore" and not self._fit(mean):
+            return self._nonfinite(policy)
         mean = [None if grad is None else grad / self.scale for grad in mean]
         if (limit := made.options.get("clip_norm")) is not None:
             norm = np.sqrt(sum(float(np.square(grad).sum()) for grad in mean if grad is not None))
             factor = limit / norm if limit < norm < np.inf else 1
             mean = [None if grad is None else grad * factor for grad in mean]
         self._apply(mean)
+
+    def _nonfinite(self, policy: str) -> None:
+        if policy == "raise":
+            raise Refused(NonFiniteError)
+        self.skipped += 1
+        self.scale *= 0.5 if self.made.scaled else 1
+
+    def _fit(self, mean: list[Any]) -> bool:
+        """Whether the dtypes of the gradients can hold their sums."""
+        dtypes = [gradient_dtype(self.made, index) for index in range(len(mean))]
+        return all(g is None or np.isfinite(g.astype(d)).all() for g, d in zip(mean, dtypes, strict=True))
 
     def _refuse(self, by_rank: list[list[list[Any]]], given: list[list[Gradients]]) -> None:
         """Raise Refused with the classes of all problems; ranks may report any of them."""
@@ -379,6 +395,7 @@ class Oracle:
     # The other actions.
 
     def broadcast(self, action: Action) -> None: ...
+    def abandon(self, action: Action) -> None: ...
     def state(self, action: Action) -> None: ...
     def rebind(self, action: Action) -> None: ...
 
@@ -474,6 +491,12 @@ class Rank:
 
     def state(self, action: Action) -> None:
         self.opt.load_state_dict(self.opt.state_dict())
+
+    def abandon(self, action: Action) -> None:
+        """Load a state in the middle of an accumulation, whose gradients are dropped."""
+        given = action.gradients[0][self.number]
+        self._micro_step(given, gradient_values(self.made, given, 1.0))
+        self.state(action)
 
     def save(self, action: Action) -> None:
         self.opt.save(self.directory, self.nest)

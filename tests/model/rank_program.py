@@ -13,7 +13,9 @@ import allred
 
 def main(surface: str, first: int, last: int) -> None:
     module = importlib.import_module(surface)
-    allred.init()
+    own_worlds = getattr(module, "OWN_WORLDS", False)
+    if not own_worlds:
+        allred.init()
     comm = MPI.COMM_WORLD.Dup()
     with tempfile.TemporaryDirectory(prefix="allred-model-") as own:
         root = pathlib.Path(comm.bcast(own))
@@ -23,7 +25,7 @@ def main(surface: str, first: int, last: int) -> None:
             made = module.scenario(random.Random(seed), comm.size)
             for problem, shared in module.check(made, root / str(seed)):
                 if problem:  # shown at once: the other ranks may wait for this one
-                    print(f"rank {comm.rank}: {problem}", flush=True)
+                    print(f"\nrank {comm.rank}: {problem}", flush=True)
                 everyone = comm.allgather((problem, shared))
                 if text := difference(everyone):
                     if comm.rank == 0:
@@ -33,7 +35,8 @@ def main(surface: str, first: int, last: int) -> None:
         comm.Barrier()
     if comm.rank == 0:
         print(f"passed {first} to {last}", flush=True)
-    allred.shutdown()
+    if not own_worlds:
+        allred.shutdown()
 
 
 def difference(everyone: list[tuple[str, str | None]]) -> str:
