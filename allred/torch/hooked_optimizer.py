@@ -34,7 +34,7 @@ from allred.torch.backward_callbacks import call_after_backward
 from allred.torch.backward_state import BackwardPass, NextStep, decide_overlap, layout_of
 from allred.torch.gradient_hooks import GradientHooks
 from allred.torch.module_checkpoints import ModuleCheckpoints
-from allred.torch.optimizer_adapter import OptimizerAdapter
+from allred.torch.optimizer_adapter import OptimizerAdapter, is_trained
 from allred.torch.reduction_agreement import ReductionAgreement
 from allred.torch.replaced_methods import replace_methods, restore_methods
 from allred.torch.tensors import copy_like
@@ -88,7 +88,8 @@ class HookedOptimizer(ModuleCheckpoints):
         self.reduction_agreement = ReductionAgreement(options.title)
         self._is_local = False  # inside of no_sync()
         self._marks = options.op is ReduceOp.SUM or options.scaler is not None  # gradients are reduced once
-        self._agreed_layout: tuple[Any, ...] = ()  # the parameters when sparse gradients were agreed on
+        # The parameters when sparse gradients were agreed on; None: not yet.
+        self._agreed_layout: tuple[Any, ...] | None = None
         self._hooks = GradientHooks(self._marks)
         self._graph_task = -1  # the run of the autograd engine that called a hook last
         self._overlaps: bool | None = None  # the decision; None: not made yet
@@ -176,9 +177,9 @@ class HookedOptimizer(ModuleCheckpoints):
         parameters = self._trained()
         if not self._has_overlap() or self._gradients_of_step > 1 or len(_hooked) > 1 or self._repeats:
             return False
-        if self._marks and reduced_marks.marked(parameters, reduced_marks.REDUCED):
+        if self._marks and reduced_marks.marked(parameters, *reduced_marks.BOTH):
             return False
-        return self._agreed_layout in ((), layout_of(parameters, True))
+        return self._agreed_layout in (None, layout_of(parameters, True))
 
     @uncompiled
     def _send_gradient(self, name: str, parameter: Any) -> None:
@@ -216,8 +217,8 @@ class HookedOptimizer(ModuleCheckpoints):
             self._samples = SampleCount()
 
     def _trained(self) -> dict[str, Any]:
-        """Return the parameters that require a gradient, by name."""
-        return {name: parameter for name, parameter in self._adapter.named_parameters() if parameter.requires_grad}
+        """Return the trained parameters by name."""
+        return {name: parameter for name, parameter in self._adapter.named_parameters() if is_trained(parameter)}
 
     def decide_overlap(self) -> bool:
         """Internal: whether the setting allows gradients to be sent during the backward pass."""
@@ -255,12 +256,14 @@ class HookedOptimizer(ModuleCheckpoints):
 
     @contextlib.contextmanager
     def _ends_at_error(self) -> Iterator[None]:
-        """Begin a new step after an error, which all ranks raise, some in a backward pass and others in `step`."""
+        """Begin a new step after an error, which all ranks raise, some in a backward pass and others in `step`. What
+        the ranks have agreed on may differ then, such as after a parameter that one rank has frozen."""
         try:
             yield
         except AllredError:
             self._end_step()
             self._sync_mode().forget_order()
+            self._agreed_layout, self._samples, self.samples = None, SampleCount(), None
             raise
 
     def _reduce_all(self) -> None:
@@ -270,20 +273,20 @@ class HookedOptimizer(ModuleCheckpoints):
         with functions.within(self.process_set):
             if self._agreed_layout != layout:  # on all ranks
                 self._adapter.sparse.agree_on_names(parameters, self.name)
-                if self._agreed_layout:
+                if self._agreed_layout is not None:
                     mode.forget_order()
                 self._agreed_layout = layout
             problem = backward.problem or self._adapter.sparse.refusal(parameters)
             if self._marks:
                 problem = problem or reduced_marks.refusal(parameters, self._options.op)
+                if reduced_marks.marked(parameters, *reduced_marks.BOTH):  # on all ranks
+                    mode.forget_order()
         samples = self._samples_of_step()
         mode.in_skipped_step = self._next.is_skipped
         params, grads = ({}, {}) if problem else self._adapter.step_input()
         reduced = reduced_marks.marked(parameters, reduced_marks.REDUCED) if self._marks and not problem else []
         for name in reduced:  # such as by another optimizer
             del params[name], grads[name]
-        if reduced:
-            mode.forget_order()
         self._step(params, grads, samples, problem)
         self._next = NextStep(is_reduced=True, is_skipped=mode.was_skipped)
         if self._marks and not self._next.is_skipped:
@@ -415,6 +418,6 @@ class HookedOptimizer(ModuleCheckpoints):
 
     def broadcast(self, params: Any = None, root: int | None = None) -> None:
         """As `DistributedOptimizer.broadcast`. params: None, or a module, whose buffers are copied too."""
-        self._agreed_layout = ()  # a rank that had joined may not have taken part in the agreement
+        self._agreed_layout = None  # a rank that had joined may not have taken part in the agreement
         self.reduction_agreement.begin_step()
         super().broadcast(params, root)

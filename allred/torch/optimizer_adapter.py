@@ -37,6 +37,11 @@ def detached_view(tensor: torch.Tensor) -> Any:
     return tensor.detach() if tensor.is_cuda else as_array(tensor)
 
 
+def is_trained(parameter: torch.Tensor) -> bool:
+    """Whether torch may update a parameter: also a frozen one that still has a gradient."""
+    return parameter.requires_grad or parameter.grad is not None
+
+
 def _gradient_view(grad: torch.Tensor) -> Any:
     """As `detached_view`, in a quarter of the time for most gradients. Tensor.numpy() forbids to resize the storage;
     nobody resizes a gradient."""
@@ -153,11 +158,10 @@ class OptimizerAdapter(Optimizer):
         return any(parameter.grad is not None for group in groups for parameter in group["params"])
 
     def reduced_gradients(self, dense: bool = False) -> dict[str, Any]:
-        """Return arrays over the gradients of all parameters that can be trained, by name; of a sparse one its values,
-        or a dense copy."""
+        """Return arrays over all gradients, by name; of a sparse one its values, or a dense copy."""
         found: dict[str, Any] = {}
         for name, parameter in self.named_parameters():
-            if parameter.requires_grad and parameter.grad is not None:
+            if parameter.grad is not None:
                 if parameter.grad.is_sparse:
                     found[name] = as_array(parameter.grad.to_dense() if dense else parameter.grad.coalesce().values())
                 else:
@@ -165,12 +169,12 @@ class OptimizerAdapter(Optimizer):
         return found
 
     def step_input(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return {name: parameter} and {name: gradient} of the parameters with requires_grad. A sparse gradient is
-        replaced by its largest magnitude, shape (1,)."""
+        """Return {name: parameter} and {name: gradient} of the trained parameters. A sparse gradient is replaced by its
+        largest magnitude, shape (1,)."""
         params: dict[str, Any] = {}
         grads: dict[str, Any] = {}
         for name, parameter in self.named_parameters():
-            if not parameter.requires_grad:
+            if not is_trained(parameter):
                 continue
             params[name] = self._view(name, parameter)
             if name in self.sparse.names:

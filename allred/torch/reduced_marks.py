@@ -17,7 +17,7 @@ import torch
 from allred.comm.ops import ReduceOp
 from allred.torch.uncompiled import uncompiled
 
-REDUCED, MIXED = "reduced", "mixed"
+REDUCED, MIXED = BOTH = "reduced", "mixed"
 _NAME = "_allred_mark"
 
 
@@ -28,9 +28,9 @@ def mark(parameters: dict[str, torch.Tensor]) -> None:
             setattr(parameter.grad, _NAME, REDUCED)
 
 
-def marked(parameters: dict[str, torch.Tensor], which: str) -> list[str]:
-    """Return the names of the parameters whose gradient has this mark."""
-    return [name for name, parameter in parameters.items() if _mark_of(parameter.grad) == which]
+def marked(parameters: dict[str, torch.Tensor], *which: str) -> list[str]:
+    """Return the names of the parameters whose gradient has one of these marks."""
+    return [name for name, parameter in parameters.items() if _mark_of(parameter.grad) in which]
 
 
 def refusal(parameters: dict[str, torch.Tensor], op: ReduceOp) -> str:

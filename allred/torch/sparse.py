@@ -20,10 +20,14 @@ class SparseGradients:
         self.names: frozenset[str] = frozenset()
 
     def agree_on_names(self, parameters: dict[str, torch.Tensor], title: str) -> None:
-        """Agree on the names of the parameters that have sparse gradients on any rank. Collective."""
-        here = [name for name, parameter in parameters.items() if _is_sparse(parameter)]
+        """Agree on the names of the parameters that have sparse gradients on any rank, or had them when they last had
+        any. Collective."""
+        here = [name for name, parameter in parameters.items() if self._was_sparse(name, parameter)]
         everyone = functions.allgather_object(here, f"{title}: which gradients are sparse")
         self.names = frozenset().union(*everyone)
+
+    def _was_sparse(self, name: str, parameter: torch.Tensor) -> bool:
+        return name in self.names if parameter.grad is None else parameter.grad.is_sparse
 
     def refusal(self, parameters: dict[str, torch.Tensor]) -> str:
         """Return why the gradients of this rank cannot be reduced, or ""."""

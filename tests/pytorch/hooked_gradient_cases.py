@@ -407,3 +407,86 @@ def one_skipped_step_of_two_passes():
         assert opt.allred.skipped == 1
         assert each.tolist() == [-3.0, -3.0]
         assert "scaler" not in options or options["scaler"].get_scale() == 512
+
+
+# What the ranks have agreed on, after an error.
+
+
+@case_with_overlap
+def parameters_frozen_with_gradients():
+    """torch updates a frozen parameter that has a gradient, so it is reduced; on some ranks only it is an error."""
+    for everyone in (True, False):
+        first, second = parameter(), parameter()
+        opt = sgd(first, second)
+
+        def step(opt=opt, second=second):
+            backward_of(second, 1.0)
+            opt.step()
+
+        if everyone or RANK == 0:
+            with opt.allred.no_sync():
+                backward_of(first, 2.0 * RANK)
+        first.requires_grad_(False)
+        if everyone:
+            step()
+            assert first.tolist() == [1.0 - SIZE] * 2
+        else:
+            assert "tensor 0" in raised(MismatchError, step)
+            assert not first.any()
+        opt.zero_grad()
+        steps(opt, second)
+
+
+@case_with_overlap
+def a_parameter_that_one_rank_has_frozen():
+    """Training goes on after the error, with other numbers of samples."""
+    for count in (1, 2):
+        parameters = [parameter() for _ in range(count)]
+        opt = sgd(*parameters)
+        for samples in (None, 4):
+            opt.zero_grad()
+            parameters[0].requires_grad_(RANK != SIZE - 1)
+
+            def step(samples=samples, opt=opt, parameters=parameters):
+                opt.allred.samples = samples
+                if trained := [each for each in parameters if each.requires_grad]:
+                    backward_of(sum(trained), 1.0)
+                opt.step()
+
+            raised(MismatchError, step)
+            parameters[0].requires_grad_(True)
+            opt.zero_grad()
+            steps(opt, parameters[0])
+
+
+@case_with_overlap
+def gradients_added_to_a_sum_on_one_rank():
+    first, second = parameter(), parameter()
+    opt = sgd(first, second, op=allred.Sum)
+    steps_of_sums = 2
+    for _ in range(steps_of_sums):
+        opt.zero_grad()
+        backward_of(first, 1.0)
+        opt.step()
+    loss = first + second if RANK == 0 else second
+    assert "op=allred.Sum" in raised(InputError, lambda: backward_of(loss, 1.0))
+    opt.zero_grad()
+    backward_of(first, 1.0)
+    opt.step()
+    assert first.tolist() == [-SIZE * (steps_of_sums + 1.0)] * 2
+
+
+@case
+def sparse_gradients_after_a_broadcast_and_a_step_without_them():
+    words, other = nn.Embedding(4, 2, sparse=True), parameter()
+    nn.init.zeros_(words.weight)
+    opt = sgd(words.weight, other)
+    for uses in (True, False, True):
+        opt.zero_grad()
+        if uses:
+            words(torch.tensor([1])).sum().backward()
+        else:
+            opt.allred.broadcast()
+            backward_of(other, 1.0)
+        opt.step()
+    assert words.weight[1].tolist() == [-2.0, -2.0]
