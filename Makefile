@@ -44,6 +44,7 @@ test: test-unit test-parallel test-integration ## all default tiers
 
 test-unit: $(VENV_mpich)/.test ## one process, no MPI
 	$(VENV_mpich)/bin/python -m pytest -n 2 tests/unit tests/fuzz $(T)
+	$(VENV_mpich)/bin/python -m pytest -n 2 tests/model $(T) || test $$? = 5  # 5: no test of T is here
 
 # One run of tests/parallel: $(call ranks,ENVIRONMENT,NUMBER OF RANKS)
 ranks = echo "== $(1), $(2) ranks"; $(1)/bin/mpirun -np $(2) $(1)/bin/python -m pytest --with-mpi --color=no tests/parallel
@@ -118,7 +119,7 @@ fuzz: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## random collectives and faults
 N ?= 1000
 SEED ?=
 SURFACE ?=
-test-model: $(VENV_mpich)/.test ## random scenarios of the whole surface against an oracle; N=10000 SEED=7 SURFACE=optimizers
+test-model: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## random scenarios of the whole surface against an oracle; N=10000 SEED=7 SURFACE=optimizers
 	$(VENV_mpich)/bin/python tests/model/model.py --number $(N) $(if $(SEED),--seed $(SEED)) $(if $(SURFACE),--surface $(SURFACE)) $(T)
 
 sanitize: ## the C core under sanitizers, and every order in which ranks can take its steps

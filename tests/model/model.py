@@ -38,6 +38,7 @@ def main() -> int:
     arguments = _arguments()
     failures, done, start = [], 0, time.monotonic()
     seed, jobs = arguments.seed, [(ranks, world) for world in arguments.world for ranks in arguments.ranks]
+    print(f"seed {seed}", flush=True)
     while done < arguments.number and (not arguments.seconds or time.monotonic() - start < arguments.seconds):
         surface = arguments.surface[done // BATCH % len(arguments.surface)]
         ranks, world = jobs[done // BATCH // len(arguments.surface) % len(jobs)]
