@@ -182,7 +182,9 @@ class _ThreadProcessSets(ProcessSets):
 
     def create(self, ranks: tuple[int, ...], title: str, parent: Communicator | None = None) -> Steps[Communicator]:
         yield from ()
-        return self._ranks.communicator(self.everyone.rank, ranks, title)
+        communicator = self._ranks.communicator(self.everyone.rank, ranks, title)
+        communicator.queue.members, communicator.ranks = list(ranks), ranks
+        return communicator
 
 
 def _close(here: World) -> None:

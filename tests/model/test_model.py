@@ -26,12 +26,16 @@ def test_every_action_has_the_result_of_the_oracle(name, rng, size):
     met, results = threading.Barrier(size), [None] * size
 
     def run(rank, directory):
-        for problem, shared in surface.check(scenario, directory):
-            results[rank] = problem, shared
-            met.wait(60)
-            assert not any(problem for problem, _ in results), f"{scenario}\n{results}"
-            assert len({shared for _, shared in results if shared is not None}) <= 1, f"{scenario}\n{results}"
-            met.wait(60)
+        try:
+            for problem, shared in surface.check(scenario, directory):
+                results[rank] = problem, shared
+                met.wait(60)
+                assert not any(problem for problem, _ in results), f"{scenario}\n{results}"
+                assert len({shared for _, shared in results if shared is not None}) <= 1, f"{scenario}\n{results}"
+                met.wait(60)
+        except BaseException:
+            met.abort()  # the others do not wait
+            raise
 
     with tempfile.TemporaryDirectory() as directory:
         testing.threads(size, lambda: run(allred.rank(), pathlib.Path(directory)), timeout_s=60)

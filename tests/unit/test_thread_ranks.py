@@ -117,6 +117,20 @@ def test_process_sets():
     assert threads(3, in_sets) == [[2.0, 2.0], [], [2.0, 2.0, 2.0]]
 
 
+def test_ranks_of_a_process_set_have_their_numbers_of_all_ranks():
+    def in_set():
+        group = allred.ProcessSet([1, 2])
+        if not group.included():
+            return None
+        opt, params = allred.distributed(allred.optim.SGD(lr=1.0), process_set=group, sharded=True), [np.zeros(50)]
+        params[0][:] = allred.rank()
+        opt.broadcast(params, root=2)
+        opt.step(params, [np.full(50, float(allred.rank()))])
+        return params[0].tolist()
+
+    assert threads(3, in_set) == [None, [0.5] * 50, [0.5] * 50]
+
+
 def test_join():
     def uneven():
         sums = []
