@@ -22,7 +22,7 @@ from allred.ps import context
 from allred.torch.optimizer_state import from_slots, load_in_place, put, to_slots
 from allred.torch.pulled_parameters import PulledParameters
 from allred.torch.replaced_methods import dereference, weak_method
-from allred.torch.sparse import SparseGradients
+from allred.torch.sparse import SparseGradients, coalesced
 from allred.torch.tensors import as_array, as_tensor, copy_like
 
 _NOT_HYPERPARAMETERS = ("params", "param_names")
@@ -163,7 +163,7 @@ class OptimizerAdapter(Optimizer):
         for name, parameter in self.named_parameters():
             if parameter.grad is not None:
                 if parameter.grad.is_sparse:
-                    found[name] = as_array(parameter.grad.to_dense() if dense else parameter.grad.coalesce().values())
+                    found[name] = as_array(parameter.grad.to_dense() if dense else coalesced(parameter).values())
                 else:
                     found[name] = self.gradient(name, parameter)
         return found

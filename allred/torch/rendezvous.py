@@ -53,7 +53,7 @@ def env_rendezvous(
     _check_rank_and_size(int(given.get("rank", rank)), int(given.get("world_size", size)))
     _set_env_variables(os.environ)
     host = "127.0.0.1"
-    if allred.cross_size() > 1:
+    if world.current().topology.nodes > 1:  # the same on all ranks
         host = own_address(allred.allgather_object(socket.gethostname()))
     store = dist.TCPStore(host, 0, size, True, timeout, wait_for_workers=False) if rank == 0 else None
     host, port = broadcast_object((host, store.port) if store is not None else None)

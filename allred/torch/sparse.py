@@ -45,8 +45,7 @@ class SparseGradients:
         without gradient. The gradient becomes coalesced."""
         if parameter.grad is None:
             return None
-        parameter.grad = parameter.grad.coalesce()
-        values = parameter.grad.values()
+        values = coalesced(parameter).values()
         made = values.abs().max().reshape(1) if values.numel() else values.new_zeros(1)
         return as_array(made)
 
@@ -73,6 +72,18 @@ class SparseGradients:
         own = as_array(parameter.grad.values())
         if not np.shares_memory(own, value):
             own[...] = value
+
+
+def coalesced(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the sparse gradient of a parameter, coalesced in place: it is not after an operation such as `mul_`."""
+    grad = parameter.grad
+    assert grad is not None
+    if not grad.is_coalesced():
+        made = grad.coalesce()
+        vars(made).update(vars(grad))  # the mark of reduced_marks.py
+        parameter.grad = made
+        return made
+    return grad
 
 
 def _is_sparse(parameter: torch.Tensor) -> bool:

@@ -653,7 +653,8 @@ def destroy_and_reinitialize(rank, size):
         dist.init_process_group("allred", rank=size - 1 - rank, world_size=7)
     dist.init_process_group("allred", timeout=datetime.timedelta(seconds=60))
     assert (dist.get_rank(), dist.get_world_size()) == (rank, size)
-    assert [int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == [rank, size, rank]
+    found = [int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
+    assert found == [rank, size, allred.local_rank()]
     group = dist.new_group()
     dist.all_reduce(tensor := torch.ones(1), group=group)
     assert tensor.item() == size

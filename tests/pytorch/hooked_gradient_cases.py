@@ -490,3 +490,21 @@ def sparse_gradients_after_a_broadcast_and_a_step_without_them():
             backward_of(other, 1.0)
         opt.step()
     assert words.weight[1].tolist() == [-2.0, -2.0]
+
+
+@case
+def sparse_gradients_that_the_program_scales():
+    """A sparse gradient is no longer coalesced then. It is clipped, and a sum is not reduced again."""
+    for options in ({"clip_norm": 1.0}, {"op": allred.Sum}):
+        words = nn.Embedding(4, 2, sparse=True)
+        nn.init.zeros_(words.weight)
+        opt = sgd(words.weight, **options)
+        words(torch.tensor([1, 1, 2])).sum().backward()
+        words.weight.grad.mul_(8.0)
+        assert not words.weight.grad.is_coalesced()
+        opt.step()
+        if "clip_norm" in options:
+            assert abs(float(words.weight.detach().norm()) - 1.0) < 1e-6
+        else:
+            opt.step()
+            assert words.weight[2].tolist() == [-16.0 * SIZE] * 2

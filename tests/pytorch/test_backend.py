@@ -37,18 +37,21 @@ def cases_of(program):
 
 @pytest.mark.limit(LIMIT_S + 10)
 @pytest.mark.parametrize(
-    ("program", "ranks"),
+    ("program", "ranks", "nodes"),
     [
-        pytest.param("collectives_program.py", 2, marks=pytest.mark.full),
-        ("collectives_program.py", 3),
-        ("ddp_program.py", 2),
-        pytest.param("ddp_program.py", 3, marks=pytest.mark.full),
-        pytest.param("fsdp_program.py", 2, marks=pytest.mark.full),
-        pytest.param("fsdp_program.py", 3, marks=pytest.mark.full),
+        pytest.param("collectives_program.py", 2, "2", marks=pytest.mark.full),
+        pytest.param("collectives_program.py", 3, "3", marks=pytest.mark.full),
+        ("collectives_program.py", 3, "2,1"),
+        ("ddp_program.py", 2, "2"),
+        pytest.param("ddp_program.py", 3, "3", marks=pytest.mark.full),
+        pytest.param("fsdp_program.py", 2, "2", marks=pytest.mark.full),
+        pytest.param("fsdp_program.py", 3, "3", marks=pytest.mark.full),
     ],
 )
-def test_cases(program, ranks):
-    assert passed(run(ranks, HERE / program)) == cases_of(program)
+def test_cases(program, ranks, nodes):
+    """nodes: the numbers of ranks on pretended nodes."""
+    env = {"ALLRED_PRETEND_NODES": nodes} if "," in nodes else {}
+    assert passed(run(ranks, HERE / program, env=env)) == cases_of(program)
 
 
 LATE_RANK_PROGRAM = """
