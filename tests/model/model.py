@@ -11,6 +11,7 @@ makes a failure shorter.
 """
 
 import argparse
+import importlib.util
 import os
 import pathlib
 import subprocess
@@ -20,7 +21,8 @@ import time
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "integration"))
 
-SURFACES = ("optimizers", "collectives", "data", "servers")
+SURFACES = ["optimizers", "collectives", "data", "servers"]
+SURFACES += ["hooked", "process_group"] if importlib.util.find_spec("torch") else []
 # By name: environment variables.
 WORLDS = {
     "shm": {},
@@ -55,7 +57,7 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--surface", nargs="+", choices=SURFACES, default=list(SURFACES))
+    parser.add_argument("--surface", nargs="+", choices=SURFACES, default=SURFACES)
     parser.add_argument("--number", type=int, default=1000, help="of scenarios")
     parser.add_argument("--seconds", type=float, default=0, help="stop after this time; default: no limit")
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4)), help="of the first scenario")
