@@ -281,9 +281,9 @@ class Oracle:
         self.saved = values, copy.deepcopy(self.opt.state_dict()), self.steps, self.own_scale
 
     def restore(self, action: Action) -> None:
+        self.forget()
         if self.saved is None:
             return
-        self.forget()
         values, state, self.steps, self.own_scale = self.saved
         with torch.no_grad():
             for parameter, value in zip(self.params, values, strict=True):
