@@ -60,7 +60,7 @@ def test_memory_that_is_in_a_group_twice():
     value = np.zeros(24, np.float32)
     check_writable([device_arrays.adopt(on_gpu(part)) for part in (value[:4], value[4:])])
     for other in (value, value[3:], value[::2]):
-        with pytest.raises(InputError, match="the same memory is in the group twice"):
+        with pytest.raises(InputError, match="arrays 0 and 1 of the group share memory"):
             check_writable([device_arrays.adopt(on_gpu(part)) for part in (value, other)])
 
 

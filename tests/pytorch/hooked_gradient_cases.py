@@ -508,3 +508,21 @@ def sparse_gradients_that_the_program_scales():
         else:
             opt.step()
             assert words.weight[2].tolist() == [-16.0 * SIZE] * 2
+
+
+@case
+def sparse_gradients_that_torch_adds_to():
+    """After a reduction with no row, or one row of one rank only."""
+    for first in ([], [1]):
+        words, other = nn.Embedding(4, 2, sparse=True), parameter()
+        nn.init.zeros_(words.weight)
+        opt = sgd(words.weight, other)
+        for rows in ([2], first if RANK == 0 else [], [0, 1, 3]):
+            if rows != [0, 1, 3]:
+                opt.zero_grad(set_to_none=False)
+            loss = other.sum()
+            if rows:
+                loss = loss + words(torch.tensor(rows)).sum()
+            loss.backward()
+            opt.step()
+        assert words.weight[:, 0].tolist() == [-1.0, -1.0 - 2 * len(first) / SIZE, -1.0, -1.0]
