@@ -87,7 +87,7 @@ def _action(rng: random.Random, made: Scenario, kind: str) -> Action:
                 )
             )
         grads.append(micro)
-    if (made.policy == "async" or made.workers == 1) and rng.random() < 0.2:  # else a worker would fall behind
+    if (made.policy == "async" or (made.policy == "bounded" and made.workers == 1)) and rng.random() < 0.2:
         worker = rng.randrange(made.workers)
         grads[0][worker] = dataclasses.replace(grads[0][worker], fault="nan", place=rng.randrange(len(indices)))
     return Action(kind, tuple(map(tuple, grads)))
