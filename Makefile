@@ -44,7 +44,8 @@ test: test-unit test-parallel test-integration ## all default tiers
 
 test-unit: $(VENV_mpich)/.test ## one process, no MPI
 	$(VENV_mpich)/bin/python -m pytest -n 2 tests/unit tests/fuzz $(T)
-	$(VENV_mpich)/bin/python -m pytest -n 2 tests/model $(T) || test $$? = 5  # 5: no test of T is here
+	$(VENV_mpich)/bin/python -m pytest -n 2 --hypothesis-seed=$(or $(shell git rev-list --count HEAD 2> /dev/null),0) tests/model $(T) \
+	  || test $$? = 5  # 5: no test of T is here. Another seed for each commit
 
 # One run of tests/parallel: $(call ranks,ENVIRONMENT,NUMBER OF RANKS)
 ranks = echo "== $(1), $(2) ranks"; $(1)/bin/mpirun -np $(2) $(1)/bin/python -m pytest --with-mpi --color=no tests/parallel
