@@ -61,7 +61,7 @@ class SparseGradients:
         total = torch.sparse_coo_tensor(
             as_tensor(rows).T.contiguous(), as_tensor(parts), parameter.shape, check_invariants=False
         ).coalesce()
-        if total._nnz() < 2:  # not copied: torch cannot add to memory of numpy in place, which resizes it
+        if total.values().shape[0] < 2:  # not copied: torch cannot add to memory of numpy in place, which resizes it
             total = total.clone()
         if average:
             total.values().div_(size)
