@@ -321,7 +321,7 @@ class PsMode(Mode):
             self._send_state()
 
     def _send_state(self) -> None:
-        """Worker 0: replace the state at the servers by that of its own optimizer, which is never stepped."""
+        """Worker 0: send the state of its own optimizer, which is never stepped, to the servers, which adopt it."""
         self._servers.call_each([protocol.LoadState(*state) for state in self._states()])
         self._has_sent_state = True
 

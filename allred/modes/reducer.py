@@ -41,7 +41,7 @@ class CallerFlags(Protocol):
     """Flags in the header exchange of each step, 2**10 to 2**13, of the caller of the steps."""
 
     def flags(self) -> int:
-        """Return those of this rank."""
+        """Return the flags of this rank."""
 
     def agree(self, flags: list[int], ranks: Sequence[int]) -> None:
         """Take the flags of all ranks. May raise an error, on all ranks."""

@@ -177,7 +177,7 @@ def disjoint(group: list[Any]) -> bool:
 
 def hash_elements(group: list[Any], first: int, start: int, count: int) -> int | None:
     """Return a hash of `count` elements of C-contiguous numpy arrays: from element `start` of array `first` on, then
-    those of the arrays behind it. None if another value is among these. See csrc/match.c."""
+    of the next arrays. None if another value is among these. See csrc/match.c."""
     total = 0
     for array in group[first:] if count else ():
         if type(array) is not np.ndarray or not array.flags.c_contiguous:

@@ -20,8 +20,8 @@ class ReductionAgreement:
 
     - A rank that lacks gradients, or adds them in no_sync(), reduces in `step`. What the program does in between, such
       as clipping, it does with averages on the other ranks only. So `step` compares the gradients if the ranks differ.
-    - A rank may call backward() outside of no_sync() once more than others. Its reduction then meets that of their next
-      step, or their comparison in `step`: an error.
+    - A rank may call backward() outside of no_sync() once more than others. The others then are in
+      their next step, or compare in `step`: an error.
 
     in_step: whether this rank reduces in `step`. has_local: whether it has added gradients in no_sync() since the last
     reduction.

@@ -1,4 +1,4 @@
-"""Replaces methods of one torch optimizer by those of its hooked optimizer, and refuses copies and pickles of it.
+"""Replaces methods of a torch optimizer by methods of its hooked optimizer, and refuses copies and pickles.
 
 The new methods do not keep the optimizer alive, like those of torch's learning rate schedulers. So the optimizer and
 its hooks end where the program drops its last reference, at the same line on all ranks. In a cycle of references they
