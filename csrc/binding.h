@@ -40,7 +40,7 @@ PyObject *allred_python_reads_arrays(PyObject *module, PyObject *array);
 PyObject *allred_python_match(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *allred_python_addresses(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *allred_python_disjoint(PyObject *module, PyObject *const *args, Py_ssize_t count);
-PyObject *allred_python_hash_elements(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *allred_python_hash_window(PyObject *module, PyObject *const *args, Py_ssize_t count);
 
 /* segment_network.c */
 PyObject *allred_python_network_bytes(PyObject *module, PyObject *args);

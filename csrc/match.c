@@ -120,7 +120,9 @@ static int ranges_are_disjoint(memory_range *ranges, Py_ssize_t count) {
 /* Return the bytes of an element; -1 with an error. known: the dtype of the last array, and its result. */
 static Py_ssize_t element_bytes(const allred_array *array, PyObject **known, Py_ssize_t last) {
   if (array->descr == *known) return last;
-  PyObject *size = PyObject_GetAttrString(array->descr, "itemsize");
+  static PyObject *name;
+  if (!name && !(name = PyUnicode_InternFromString("itemsize"))) return -1;
+  PyObject *size = PyObject_GetAttr(array->descr, name);
   const Py_ssize_t bytes = size ? PyLong_AsSsize_t(size) : -1;
   Py_XDECREF(size);
   *known = array->descr;
@@ -167,13 +169,39 @@ PyObject *allred_python_disjoint(PyObject *module, PyObject *const *args, Py_ssi
   return PyBool_FromLong(disjoint);
 }
 
-PyObject *allred_python_hash_elements(PyObject *module, PyObject *const *args, Py_ssize_t count) {
-  if (count != 5 || !PyList_Check(args[1]))
-    return PyErr_Format(PyExc_TypeError, "hash_elements(array_type, arrays: list, first, start, count)");
-  Py_ssize_t first = PyLong_AsSsize_t(args[2]), start = PyLong_AsSsize_t(args[3]), left = PyLong_AsSsize_t(args[4]);
+#define WINDOW_ELEMENTS 1024 /* _ELEMENTS in modes/detect/moving_window.py */
+
+static Py_ssize_t start_at(const char *starts, Py_ssize_t index) {
+  int64_t start;
+  memcpy(&start, starts + index * (Py_ssize_t)sizeof start, sizeof start);
+  return (Py_ssize_t)start;
+}
+
+/* Return the last index whose start is <= at, 0 if there is none. The starts ascend. */
+static Py_ssize_t last_start(const char *starts, Py_ssize_t count, Py_ssize_t at) {
+  Py_ssize_t low = 0;
+  for (Py_ssize_t high = count; high - low > 1;) {
+    const Py_ssize_t middle = low + (high - low) / 2;
+    if (start_at(starts, middle) <= at)
+      low = middle;
+    else
+      high = middle;
+  }
+  return low;
+}
+
+PyObject *allred_python_hash_window(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+  if (count != 4 || !PyList_Check(args[1]))
+    return PyErr_Format(PyExc_TypeError, "hash_window(array_type, arrays: list, starts: bytes, step)");
+  const Py_ssize_t arrays = PyList_Size(args[1]), step = PyLong_AsSsize_t(args[3]);
   if (PyErr_Occurred()) return NULL;
-  if (first < 0 || start < 0) return PyErr_Format(PyExc_ValueError, "first and start must be >= 0");
-  const Py_ssize_t arrays = PyList_Size(args[1]);
+  if (step < 0 || PyBytes_Size(args[2]) != (arrays + 1) * (Py_ssize_t)sizeof(int64_t))
+    return PyErr_Format(PyExc_ValueError, "step must be >= 0, and starts have one int64 more than there are arrays");
+  const char *starts = PyBytes_AsString(args[2]);
+  const Py_ssize_t windows = (start_at(starts, arrays) + WINDOW_ELEMENTS - 1) / WINDOW_ELEMENTS;
+  const Py_ssize_t at = windows > 0 ? step % windows * WINDOW_ELEMENTS : 0;
+  const Py_ssize_t first = last_start(starts, arrays + 1, at);
+  Py_ssize_t start = at - start_at(starts, first), left = WINDOW_ELEMENTS;
   PyObject *dtype = NULL;
   Py_ssize_t itemsize = 0;
   uint64_t hash = 0;
@@ -188,5 +216,5 @@ PyObject *allred_python_hash_elements(PyObject *module, PyObject *const *args, P
     hash = allred_mix(hash, found);
     left -= taken;
   }
-  return PyLong_FromUnsignedLongLong(hash);
+  return PyLong_FromUnsignedLongLong(hash >> 16 << 16);
 }

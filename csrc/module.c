@@ -283,7 +283,7 @@ static PyMethodDef methods[] = {
     METHOD("match", allred_python_match, METH_FASTCALL, "Whether arrays have the shapes and dtypes of the tensors."),
     METHOD("addresses", allred_python_addresses, METH_FASTCALL, "Return the address of the first byte of each array."),
     METHOD("disjoint", allred_python_disjoint, METH_FASTCALL, "Whether writable, contiguous arrays share no memory."),
-    METHOD("hash_elements", allred_python_hash_elements, METH_FASTCALL, "Return a hash of consecutive elements."),
+    METHOD("hash_window", allred_python_hash_window, METH_FASTCALL, "Return a hash of some consecutive elements."),
     METHOD("leaves_of", allred_python_leaves_of, METH_FASTCALL, "Return the leaves of a nest of this structure."),
     METHOD("hashes", hashes, METH_O, "Return a 64-bit hash of each tensor's bytes; see scan.h."),
     METHOD("exceeds", exceeds, METH_VARARGS, "Whether the magnitude of a float is above the limit; see scan.h."),

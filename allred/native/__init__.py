@@ -36,12 +36,12 @@ exceeds: Callable[..., bool] = _kernels.exceeds
 match: Callable[[list[Any], list[Any], list[Any]], bool] = twins.match
 addresses: Callable[[list[Any]], list[int]] = twins.addresses
 disjoint: Callable[[list[Any]], bool] = twins.disjoint
-hash_elements: Callable[[list[Any], int, int, int], int | None] = twins.hash_elements
+hash_window: Callable[[list[Any], bytes, int], int | None] = twins.hash_window
 if available and _kernels.reads_arrays(np.zeros((2, 3))):
     match = functools.partial(_kernels.match, np.ndarray)
     addresses = functools.partial(_kernels.addresses, np.ndarray)
     disjoint = functools.partial(_kernels.disjoint, np.ndarray)
-    hash_elements = functools.partial(_kernels.hash_elements, np.ndarray)
+    hash_window = functools.partial(_kernels.hash_window, np.ndarray)
     _floats = np.dtype(np.float32), np.dtype(np.float64)
     update_group = functools.partial(_kernels.update_group, np.ndarray, _floats)
 variants: tuple[str, ...] = _kernels.variants() if available else ()

@@ -175,11 +175,15 @@ def disjoint(group: list[Any]) -> bool:
     return usable and next(overlaps(group), None) is None
 
 
-def hash_elements(group: list[Any], first: int, start: int, count: int) -> int | None:
-    """Return a hash of `count` elements of C-contiguous numpy arrays: from element `start` of array `first` on, then
-    of the next arrays. None if another value is among these. See csrc/match.c."""
-    total = 0
-    for array in group[first:] if count else ():
+def hash_window(group: list[Any], starts: bytes, step: int) -> int | None:
+    """Return a hash of up to 1024 consecutive elements of C-contiguous numpy arrays, others in each step; its lowest 16
+    bits are 0. None if another value is among the elements. starts: by array, the number of elements before it, int64,
+    and the number of all elements. See csrc/match.c."""
+    total, count, before = 0, 1024, np.frombuffer(starts, np.int64)
+    at = step % max(1, -(-int(before[-1]) // count)) * count
+    first = int(np.searchsorted(before, at, "right")) - 1
+    start = at - int(before[first])
+    for array in group[first:]:
         if type(array) is not np.ndarray or not array.flags.c_contiguous:
             return None
         part = array.reshape(-1)[start : start + count]
@@ -189,7 +193,7 @@ def hash_elements(group: list[Any], first: int, start: int, count: int) -> int |
             total ^= total >> 29
         if not count:
             break
-    return total
+    return total >> 16 << 16
 
 
 def _matches(tensor: Any, param: Any, grad: Any) -> bool:

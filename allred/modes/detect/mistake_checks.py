@@ -46,6 +46,7 @@ class MistakeChecks:
         self._duplicates = DuplicateBatch(title)
         self._batches = BatchArguments(title)
         self._window = moving_window.MovingWindow()
+        self._compares = False  # whether the ranks compare parameters in the current step
         self.samples: int | None = None  # of the current step on this rank
         self._found: dict[str, str] = {}  # gradients of the current step that are not finite, in `scan_bucket`
         self.steps = 0  # completed negotiations, those of the root after a broadcast
@@ -58,9 +59,11 @@ class MistakeChecks:
     def requests(self, samples: int | None) -> int:
         """Begin a step. Return the flags of the comparisons that this rank requests."""
         self.samples, self._found = samples, {}
-        every, step = world.config().check_steps, self.steps + 1
+        here, step = world.current(), self.steps + 1
+        every = here.config.check_steps if here.communicator.size > 1 else 0
+        self._compares = bool(every) and self._optimizer is not None
         due = every and (step <= _FIRST or step % every == 0 or (self._updates and self._updates.outside()))
-        return _CHECK * bool(due and functions.current().size > 1) | _BATCHES * self._batches.new(step)
+        return _CHECK * bool(due) | _BATCHES * self._batches.new(step)
 
     @property
     def can_defer_scan(self) -> bool:
@@ -83,9 +86,7 @@ class MistakeChecks:
 
     def window(self, plan: Plan, given: StepInput, values: list[Any]) -> int:
         """Return the hash of the parameters that the ranks compare in this step; 0 if they compare none."""
-        if self._optimizer is None or not world.config().check_steps or functions.current().size == 1:
-            return 0
-        return self._window.hash(self.steps, plan, given.leaves, values, given.plain)
+        return self._window.hash(self.steps, plan, given.leaves, values, given.plain) if self._compares else 0
 
     def passes(self, flags: list[int], windows: list[int], plan: Plan, values: Sequence[Any], params: Any) -> bool:
         """Make the requested comparisons before the reduction. Return whether the gradients are used. flags: of all

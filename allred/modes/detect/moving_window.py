@@ -5,8 +5,6 @@ window of 1024 elements moves over the parameters: a difference is found within 
 hash takes less than a microsecond, and the ranks exchange the header anyway.
 """
 
-import bisect
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +24,8 @@ class MovingWindow:
 
     def __init__(self) -> None:
         self._plan: Plan | None = None
-        self._starts: list[int] = []  # by parameter: the number of elements before it
+        self._starts = np.zeros(1, np.int64)  # by parameter: the number of elements before it
+        self._starts_as_bytes = b""
 
     def hash(self, step: int, plan: Plan, leaves: list[Any], values: Sequence[Any], plain: bool) -> int:
         """Return the hash of the window of a step, below 2**64; 0 if some of its parameters are on a GPU.
@@ -36,20 +35,20 @@ class MovingWindow:
         """
         if plan is not self._plan:
             self._plan = plan
-            self._starts = list(itertools.accumulate((tensor.elements for tensor in plan.tensors), initial=0))
-        windows = -(-self._starts[-1] // _ELEMENTS)
-        at = step % windows * _ELEMENTS if windows > 1 else 0
-        first = bisect.bisect_right(self._starts, at) - 1 if at else 0
-        start = at - self._starts[first]
-        if plain and (found := native.hash_elements(leaves, first, start, _ELEMENTS)) is not None:
-            return found & ~_PATTERN
-        return self._hash(first, start, leaves, values)
+            self._starts = np.cumsum([0, *(tensor.elements for tensor in plan.tensors)])
+            self._starts_as_bytes = self._starts.tobytes()
+        if plain and (found := native.hash_window(leaves, self._starts_as_bytes, step)) is not None:
+            return found
+        return self._hash(step, leaves, values)
 
-    def _hash(self, first: int, start: int, leaves: list[Any], values: Sequence[Any]) -> int:
-        """As `native.hash_elements`, for parameters of any layout, some of them without a gradient."""
+    def _hash(self, step: int, leaves: list[Any], values: Sequence[Any]) -> int:
+        """As `native.hash_window`, for parameters of any layout, some of them without a gradient."""
         parts, missing, left = [], [], _ELEMENTS
+        at = step % max(1, -(-int(self._starts[-1]) // _ELEMENTS)) * _ELEMENTS
+        first = int(np.searchsorted(self._starts, at, "right")) - 1
+        start = at - self._starts[first]
         for index in range(first, len(leaves)):
-            taken = min(left, self._starts[index + 1] - self._starts[index] - start)
+            taken = min(left, int(self._starts[index + 1] - self._starts[index] - start))
             if taken > 0 and values[index] is None:
                 missing.append(index)
             elif taken > 0:

@@ -272,16 +272,21 @@ def test_overlaps_are_those_of_the_elements():
         assert not any(views[i].flags.forc for i, j in found if i == j)
 
 
-def test_a_hash_of_some_elements_is_the_same_in_c_and_numpy():
+def test_the_hash_of_a_window_is_the_same_in_c_and_numpy():
     random = np.random.default_rng(1)
-    kinds = [(5, "f4"), (0, "f8"), (3000, "f2"), (1, "i8"), (64, "f8")]
+    kinds = [(5, "f4"), (0, "f8"), (3000, "f2"), (1, "i8"), (1090, "f8")]  # 4096 elements
     group = [random.normal(size=n).astype(dtype) for n, dtype in kinds] + [random.normal(size=(4, 4))]
-    for part in [(0, 0, 10), (0, 4, 1), (1, 0, 7), (2, 2999, 3), (2, 10, 5000), (5, 0, 100), (6, 0, 9), (0, 0, 0)]:
-        assert native.hash_elements(group, *part) == twins.hash_elements(group, *part)
+    starts = np.cumsum([0, *(array.size for array in group)]).tobytes()
+    for step in range(12):
+        assert native.hash_window(group, starts, step) == twins.hash_window(group, starts, step)
     for other in (group[5].T, 3.0, None):
         mixed = [*group[:5], other]
-        assert native.hash_elements(mixed, 4, 0, 64) == twins.hash_elements(group, 4, 0, 64)
-        assert native.hash_elements(mixed, 4, 0, 65) is twins.hash_elements(mixed, 4, 0, 65) is None
+        for step in range(4):
+            assert native.hash_window(mixed, starts, step) == twins.hash_window(group, starts, step)
+        assert native.hash_window(mixed, starts, 4) is twins.hash_window(mixed, starts, 4) is None
+    for empty in ([], [np.zeros((0, 3))]):
+        starts = bytes(8 * (len(empty) + 1))
+        assert native.hash_window(empty, starts, 7) == twins.hash_window(empty, starts, 7) == 0
 
 
 @pytest.mark.parametrize("order", ["C", "F"])
