@@ -103,9 +103,6 @@ def commit(
             overwrite(source, content)
             now = (source / MANIFEST).stat().st_mtime
             _sync(source)
-        if "training" in written.meta:
-            with file_errors("commit: renaming later checkpoints in", target.parent):
-                move_outdated(target.parent, step, written.meta["training"])
         with file_errors(f"commit: renaming {source} to", target):
             replaced = _rename(source, target)
     except BaseException:
@@ -114,6 +111,9 @@ def commit(
     release(key)
     with file_errors("commit: syncing", target.parent):
         _sync(target.parent)
+    if "training" in written.meta:
+        with file_errors(f"commit: {target} is written; renaming later checkpoints in", target.parent):
+            move_outdated(target.parent, step, written.meta["training"])
     with contextlib.suppress(OSError):  # the next commit deletes the rest
         if replaced.exists():
             discard(replaced)

@@ -255,6 +255,8 @@ def share(params: Any, title: str) -> Any:
     eligible = [leaf for _, leaf in named if type(leaf) is np.ndarray]
     tied = {id(eligible[i]) for pair in overlaps(eligible) for i in pair}  # each rank keeps these
     eligible = [leaf for leaf in eligible if id(leaf) not in tied]
+    lines = [f"{name}{', tied' * (id(leaf) in tied)} {getattr(leaf, 'shape', ())}" for name, leaf in named]
+    functions.current().check("parameters", title, lines).wait()  # all ranks allocate the same arrays
     nbytes = sum(node_memory.size_in_block(leaf.shape, leaf.dtype) for leaf in eligible)
     block = node_memory.allocate(functions.current(), nbytes, title)
     if block is None:
