@@ -38,7 +38,6 @@ PyObject *allred_python_leaves_of(PyObject *module, PyObject *const *args, Py_ss
 /* match.c */
 PyObject *allred_python_reads_arrays(PyObject *module, PyObject *array);
 PyObject *allred_python_match(PyObject *module, PyObject *const *args, Py_ssize_t count);
-PyObject *allred_python_addresses(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *allred_python_disjoint(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *allred_python_hash_window(PyObject *module, PyObject *const *args, Py_ssize_t count);
 

@@ -60,22 +60,6 @@ PyObject *allred_python_match(PyObject *module, PyObject *const *args, Py_ssize_
   return PyErr_Occurred() ? NULL : PyBool_FromLong(matches); /* the error of a shape that has no integers */
 }
 
-PyObject *allred_python_addresses(PyObject *module, PyObject *const *args, Py_ssize_t count) {
-  if (count != 2 || !PyType_Check(args[0]) || !PyList_Check(args[1]))
-    return PyErr_Format(PyExc_TypeError, "addresses(array_type, arrays: list)");
-  const Py_ssize_t arrays = PyList_Size(args[1]);
-  PyObject *found = PyList_New(arrays);
-  for (Py_ssize_t i = 0; i < arrays && found; i++) {
-    PyObject *array = PyList_GetItem(args[1], i), *address = NULL;
-    if (PyObject_TypeCheck(array, (PyTypeObject *)args[0]))
-      address = PyLong_FromVoidPtr(allred_as_array(array)->data);
-    else
-      PyErr_Format(PyExc_TypeError, "value %zd is not an array", i);
-    if (!address || PyList_SetItem(found, i, address) < 0) Py_CLEAR(found);
-  }
-  return found;
-}
-
 /* Add an address to a table of 2^bits slots, which has free ones. Return 0 if it is there already. */
 static int add_address(uintptr_t *table, int bits, uintptr_t address) {
   const size_t mask = ((size_t)1 << bits) - 1;

@@ -139,7 +139,7 @@ def weight_note(weight: float) -> int:
 class OwnFields(NamedTuple):
     """The two fields of a header that may differ between ranks.
 
-    rows: of an allgather; in a step, a hash of how gradients on GPUs are reduced (`PreparedReduction.hash`).
+    rows: of an allgather; in a step, a hash (`Reducer.start_negotiation`).
     """
 
     rows: int

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from allred import log, nest
 from allred.comm import functions
+from allred.comm.header import hash_text
 from allred.comm.ops import Compression, ReduceOp
 from allred.errors import AllredError, InputError
 from allred.modes.clipping import Clipper
@@ -22,6 +23,7 @@ from allred.modes.load_checkpoint import load_newest
 from allred.modes.match import Accumulator, Matcher, SampleCount, parameter
 from allred.modes.options import Mode, SessionSupport, StepInput, StepOptions
 from allred.modes.ps import PsMode
+from allred.modes.reducer import ReductionFlags
 from allred.modes.sync import SyncMode, has_state
 from allred.optim.base import optimizer_kind
 from allred.ps import context
@@ -46,6 +48,8 @@ class DistributedOptimizer:
     optimizer: the wrapped optimizer. op, options: the arguments of `allred.distributed`. For a torch optimizer the
     result is the torch optimizer itself, with hooks (docs/torch-optimizer.md).
     """
+
+    more_flags: ReductionFlags | None = None  # see `Reducer`
 
     def __new__(cls, *arguments: Any, **options: Any) -> Any:
         target = arguments[0] if arguments else options.get("optimizer")
@@ -106,7 +110,7 @@ class DistributedOptimizer:
             if not sync and self._options.compression is not Compression.none:
                 log.info(f"{self.name}: compression has no effect in mode ps: gradients are sent uncompressed")
             arguments = self.optimizer, self._options, self._clipper, self._about
-            self._chosen = SyncMode(*arguments, self) if sync else PsMode(*arguments)
+            self._chosen = SyncMode(*arguments, self, self.more_flags) if sync else PsMode(*arguments)
         return self._chosen
 
     @property
@@ -310,8 +314,7 @@ class DistributedOptimizer:
         self._require_state()
         self._get_mode().load_state_dict(state)
         self.forget_gradients()
-        training, _, loads = self.training.partition("+")
-        self._about["training"] = f"{training}+{int(loads or 0) + 1}"  # equal on ranks that load equally often
+        self._about["training"] = f"{hash_text(self.training):016x}"  # equal on ranks that load equally often
         restored(self.optimizer)
 
     def forget_gradients(self) -> None:

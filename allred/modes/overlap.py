@@ -301,15 +301,15 @@ class Overlap:
         nonfinite: see `_complete_buckets`."""
         title = f"{self._title}: the end of early gradients"
         plan = self._reducer.plan(self._tensors)
-        rows = 0 if given.problem else self._checks.window(plan, given, given.values)
+        window = 0 if given.problem else self._checks.window(plan, given, given.values)
         with span("negotiate", title):
-            agreement = self._reducer.exchange_flags(title, self._flags, bool(missing), given.problem, rows)
+            agreement = self._reducer.exchange_flags(title, self._flags, bool(missing), given.problem, window)
         mean = [self._ready[index] for index in range(len(self._tensors))]
         if agreement.any_missing:
             here = [index not in missing for index in range(len(self._tensors))]
             anywhere = self._reducer.present_anywhere(here)
             mean = [value if present else None for value, present in zip(mean, anywhere, strict=True)]
-        passes = self._checks.passes_overlapped(agreement.flags, agreement.rows, plan, mean, given.params, nonfinite)
+        passes = self._checks.passes_overlapped(agreement.flags, agreement.hashes, plan, mean, given.params, nonfinite)
         return mean if passes else None
 
     def _mismatch(self, tensors: Sequence[Tensor], values: Sequence[Any]) -> str:

@@ -18,6 +18,7 @@ import numpy as np
 from allred import arena, arrays, native, world
 from allred.arrays import Array
 from allred.comm import functions, ops
+from allred.comm.arguments import overlaps
 from allred.comm.device_buckets import ReduceRequest
 from allred.comm.device_reduce import PreparedReduction, ReductionResult
 from allred.comm.header import OwnFields
@@ -35,16 +36,17 @@ _OVERLAPPED = 2**47  # this rank has passed gradients to opt.reduce()
 _FLAGS_SHIFT, _FLAGS = 48, 2**14 - 1
 _UNCOUNTED = 2**62  # this rank does not know its number of samples
 _MISSING = 2**63  # this rank lacks a gradient
+_MORE_FLAGS_SHIFT = 10  # the position of `ReductionFlags` in the flags
 
 
-class CallerFlags(Protocol):
-    """Flags in the header exchange of each step, 2**10 to 2**13, of the caller of the steps."""
+class ReductionFlags(Protocol):
+    """Four flags in the header exchange of each reduction, beside those of `MistakeChecks`."""
 
     def flags(self) -> int:
-        """Return the flags of this rank."""
+        """Return the flags of this rank, 0 to 15."""
 
-    def agree(self, flags: list[int], ranks: Sequence[int]) -> None:
-        """Take the flags of all ranks. May raise an error, on all ranks."""
+    def check(self, flags: list[int], ranks: Sequence[int]) -> None:
+        """Check the flags of all ranks. An error is raised on all of them. flags: by rank."""
 
 
 class Agreement(NamedTuple):
@@ -53,18 +55,18 @@ class Agreement(NamedTuple):
     weight: float | None  # factor of this rank's gradients; None: all ranks count equally
     flags: list[int]  # by rank
     any_missing: bool  # whether a rank lacks a gradient
-    rows: list[int]  # by rank: the argument `rows` of `start_negotiation`
+    hashes: list[int]  # by rank: the argument `content_hash` of `start_negotiation`
 
 
 class Reducer:
     """Averages or sums lists of gradients over the ranks of the current communicator. `title`: prefix of errors."""
 
-    def __init__(self, options: StepOptions, title: str, caller: CallerFlags | None = None) -> None:
+    def __init__(self, options: StepOptions, title: str, more_flags: ReductionFlags | None = None) -> None:
         self._op, self._compression = options.op, options.compression
         self.weight: float | None = None  # of this rank in the last reduction, as in Agreement
         self.samples = 0  # of all ranks in the last reduction; 0 if they were not counted
         self.overlapped = False  # whether a rank had passed gradients to opt.reduce() before the last negotiation
-        self._title, self._options, self._caller = title, options, caller
+        self._title, self._options, self._more_flags = title, options, more_flags
         self._plans: dict[tuple[int, tuple[Tensor, ...]], Plan] = {}
         self._last: tuple[Sequence[Tensor], Plan] | None = None  # the list of tensors of the last plan
 
@@ -102,7 +104,7 @@ class Reducer:
         missing: bool = False,
         overlapped: bool = False,
         problem: str = "",
-        rows: int = 0,
+        content_hash: int = 0,
     ) -> Work[list[OwnFields]]:
         """Start the header exchange of a step; pass its result to `agreement`.
 
@@ -112,9 +114,10 @@ class Reducer:
             flags: 0 to 2**10 - 1. missing: whether this rank lacks a gradient.
             overlapped: whether this rank has passed gradients to opt.reduce().
             problem: why this rank's gradients cannot be used; all ranks raise it as InputError.
-            rows: the hash of prepared gradients, see `prepare`; else that of some parameters, see `MovingWindow`.
+            content_hash: of prepared gradients, see `prepare`; otherwise of the parameters in the `MovingWindow`. It
+                travels in the field `rows` of the header.
         """
-        flags |= 0 if self._caller is None else self._caller.flags()
+        flags |= 0 if self._more_flags is None else self._more_flags.flags() << _MORE_FLAGS_SHIFT
         if samples is not None and samples > _SAMPLES:
             problem = (
                 problem or f"samples={samples} must be at most 2**47 - 1, the largest number that the ranks exchange"
@@ -126,23 +129,26 @@ class Reducer:
             f"op={self._op.value} bucket_bytes={self.bucket_bytes} compression={self._compression.name} "
             f"nonfinite={nonfinite} accumulate={self._options.accumulate} sharded={self._options.sharded} {settings}"
         ).strip()
-        return functions.current().check("step", title, lines, settings, note, problem, rows=rows)
+        return functions.current().check("step", title, lines, settings, note, problem, rows=content_hash)
 
     def agreement(self, fields: list[OwnFields]) -> Agreement:
         """Interpret the fields of all ranks. Raises InputError on all ranks if their samples cannot be weighted, and
-        the errors of the caller."""
+        those of `ReductionFlags`."""
         notes = [each.note for each in fields]
-        if self._caller is not None:
-            self._caller.agree(_flags_of(notes)[0], functions.current().active.ranks)
+        flags, any_missing = _flags_of(notes)
+        if self._more_flags is not None:
+            more = [flag >> _MORE_FLAGS_SHIFT for flag in flags]
+            self._more_flags.check(more, functions.current().active.ranks)
         self.overlapped = any(note & _OVERLAPPED for note in notes)
         self.weight = self._weight(notes)
-        flags, any_missing = _flags_of(notes)
         return Agreement(self.weight, flags, any_missing, [each.rows for each in fields])
 
-    def exchange_flags(self, title: str, flags: int, missing: bool, problem: str = "", rows: int = 0) -> Agreement:
-        """As `start_negotiation` and `agreement`, for flags, missing gradients, a problem and rows only. Collective."""
+    def exchange_flags(
+        self, title: str, flags: int, missing: bool, problem: str = "", content_hash: int = 0
+    ) -> Agreement:
+        """As `start_negotiation` and `agreement`, without samples, settings and tensors. Collective."""
         note = _UNCOUNTED | _MISSING * missing | flags << _FLAGS_SHIFT
-        fields = functions.current().check("step", title, note=note, problem=problem, rows=rows).wait()
+        fields = functions.current().check("step", title, note=note, problem=problem, rows=content_hash).wait()
         return Agreement(self.weight, *_flags_of([each.note for each in fields]), [each.rows for each in fields])
 
     def _weight(self, notes: list[int]) -> float | None:
@@ -351,7 +357,7 @@ def writable(tensors: Sequence[Tensor], values: Sequence[Any]) -> list[Any]:
     if known is not None and len({layout[0] for layout in known}) == len(values):
         return values
     usable = [index for index, value in enumerate(values) if isinstance(value, np.ndarray) and value.flags.writeable]
-    kept = set(usable) - {usable[second] for _, second in arrays.overlaps([values[index] for index in usable])}
+    kept = set(usable) - {usable[second] for _, second in overlaps([values[index] for index in usable])}
     seen = set[int]()  # the addresses of arrays on GPUs
     return [
         _writable_on_gpu(value, tensor, seen) if gpu.is_device(value)

@@ -27,7 +27,7 @@ from allred.modes.detect.mistake_checks import DEFERRED, PREPARED, MistakeChecks
 from allred.modes.not_in_place import NotInPlace
 from allred.modes.options import Mode, StepInput, StepOptions
 from allred.modes.overlap import Overlap
-from allred.modes.reducer import Agreement, Reducer, writable
+from allred.modes.reducer import Agreement, Reducer, ReductionFlags, writable
 from allred.modes.sharded import new_sharded_update, share
 from allred.optim.base import Optimizer
 from allred.timeline.recorder import span
@@ -63,16 +63,16 @@ def reduce_gradients(
         flags |= DEFERRED if defers else checks.scan(plan, values, given.plain)
     # Negotiate.
     missing = not given.plain and any(value is None for value in values)
-    rows = checks.window(plan, given, values) if prepared is None and not problem else 0
+    window = checks.window(plan, given, values) if prepared is None and not problem else 0
     with span("negotiate", title):
         fields = reducer.start_negotiation(
             title, plan.lines, settings, given.samples, flags, missing, overlapped, problem,
-            rows if prepared is None else prepared.hash,
+            window if prepared is None else prepared.hash,
         ).wait()  # fmt: skip
     agreement = reducer.agreement(fields)
     all_flags, checks_finite = agreement.flags, _all_have(DEFERRED, agreement)
-    windows = [] if any(flag & PREPARED for flag in all_flags) else agreement.rows
-    if not (len(set(agreement.rows)) == 1 and _all_have(PREPARED, agreement)):
+    windows = [] if any(flag & PREPARED for flag in all_flags) else agreement.hashes
+    if not (len(set(agreement.hashes)) == 1 and _all_have(PREPARED, agreement)):
         prepared = None
     if not checks_finite and any(flag & DEFERRED for flag in all_flags):
         flags |= checks.scan(plan, values, given.plain) if defers else 0
@@ -96,7 +96,8 @@ def _all_have(flag: int, agreement: Agreement) -> bool:
 
 
 class SyncMode(Mode):
-    """Mode sync of one optimizer. about: for the manifest of checkpoints. owner: the `DistributedOptimizer`."""
+    """Mode sync of one optimizer. about: for the manifest of checkpoints. owner: the `DistributedOptimizer`.
+    more_flags: see `Reducer`."""
 
     is_lockstep = True
     update_interrupted = False
@@ -104,11 +105,17 @@ class SyncMode(Mode):
     was_skipped = False  # whether the last reduction was
 
     def __init__(
-        self, optimizer: Any, options: StepOptions, clipper: Clipper, about: dict[str, str], owner: Owner
+        self,
+        optimizer: Any,
+        options: StepOptions,
+        clipper: Clipper,
+        about: dict[str, str],
+        owner: Owner,
+        more_flags: ReductionFlags | None,
     ) -> None:
         self._optimizer, self._options, self._clipper, self._about = optimizer, options, clipper, about
         self._title = options.title
-        self._reducer = Reducer(options, self._title, getattr(owner, "reduction_agreement", None))
+        self._reducer = Reducer(options, self._title, more_flags)
         self._checks = MistakeChecks(options, self._title, optimizer)
         self._overlap: Overlap | None = None  # after the first opt.reduce() of any rank
         self._timer, self._not_in_place = StepTimer(), NotInPlace(options.compression)

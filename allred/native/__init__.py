@@ -34,12 +34,10 @@ leaves_of: Callable[[Any, Any], list[Any] | None] = _kernels.leaves_of
 hashes: Callable[[list[Any]], list[int]] = _kernels.hashes
 exceeds: Callable[..., bool] = _kernels.exceeds
 match: Callable[[list[Any], list[Any], list[Any]], bool] = twins.match
-addresses: Callable[[list[Any]], list[int]] = twins.addresses
 disjoint: Callable[[list[Any]], bool] = twins.disjoint
 hash_window: Callable[[list[Any], bytes, int], int | None] = twins.hash_window
 if available and _kernels.reads_arrays(np.zeros((2, 3))):
     match = functools.partial(_kernels.match, np.ndarray)
-    addresses = functools.partial(_kernels.addresses, np.ndarray)
     disjoint = functools.partial(_kernels.disjoint, np.ndarray)
     hash_window = functools.partial(_kernels.hash_window, np.ndarray)
     _floats = np.dtype(np.float32), np.dtype(np.float64)

@@ -164,11 +164,6 @@ def match(tensors: list[Any], params: list[Any], grads: list[Any]) -> bool:
     return len(tensors) == len(params) == len(grads) and all(map(_matches, tensors, params, grads))
 
 
-def addresses(arrays: list[Any]) -> list[int]:
-    """Return the address of the first byte of each array. See csrc/match.c."""
-    return [array.__array_interface__["data"][0] for array in arrays]
-
-
 def disjoint(group: list[Any]) -> bool:
     """Whether these are writable, contiguous numpy arrays that share no memory. See csrc/match.c."""
     usable = all(type(array) is np.ndarray and array.flags.writeable and array.flags.forc for array in group)

@@ -85,7 +85,7 @@ class HookedOptimizer(ModuleCheckpoints):
         self._accumulator = Accumulator(1)  # torch adds up the gradients of micro-steps
         self._clipper: UpdateClipper = UpdateClipper(options.clip_norm, options.scaler, self.name)
         self._backward, self._next = BackwardPass(), NextStep()
-        self.reduction_agreement = ReductionAgreement(options.title)
+        self.more_flags = self.reduction_agreement = ReductionAgreement(options.title)
         self._is_local = False  # inside of no_sync()
         self._marks = options.op is ReduceOp.SUM or options.scaler is not None  # gradients are reduced once
         # The parameters when sparse gradients were agreed on; None: not yet.
@@ -394,10 +394,10 @@ class HookedOptimizer(ModuleCheckpoints):
                 parameter.grad = copy_like(parameter, parameter.grad.to_dense())
         if not self._adapter.unscale_gradients():
             return loss
-        self._adapter.check_pulled(self._options.title, views := self._adapter.views())
+        self._adapter.check_pulled(self._options.title)
         grads = {name: self._adapter.gradient(name, parameter) for name, parameter in self._adapter.named_parameters()}
-        self._step(views, grads, self._samples_of_step())
-        self._adapter.record_pull(views)
+        self._step(self._adapter.views(), grads, self._samples_of_step())
+        self._adapter.record_pull()
         self._adapter.release_gradients()
         return loss
 

@@ -85,7 +85,7 @@ class ModuleCheckpoints(DistributedOptimizer):
             self.broadcast_others(params, root)
         super().broadcast(self.nest_of(params), root)
         if context.is_active():
-            self._adapter.record_pull(self._adapter.views())
+            self._adapter.record_pull()
 
     def broadcast_others(self, params: Any, root: int | None = None) -> None:
         if isinstance(params, torch.nn.Module):
@@ -97,7 +97,7 @@ class ModuleCheckpoints(DistributedOptimizer):
         raises InputError for other parameters."""
         super().pull(self.nest_of(params) if context.is_active() else None)
         if context.is_active():
-            self._adapter.record_pull(self._adapter.views())
+            self._adapter.record_pull()
 
 
 def _named_memory(name: str, tensor: torch.Tensor) -> tuple[str, Any]:

@@ -120,13 +120,13 @@ class OptimizerAdapter(Optimizer):
         """Return {name: array over the memory} of all parameters."""
         return {name: self._view(name, parameter) for name, parameter in self.named_parameters()}
 
-    def record_pull(self, views: dict[str, Any]) -> None:
-        """Mode ps: note that the parameters are those of the servers. views: the result of `views`."""
-        self._pulled.record(self.named_parameters(), views)
+    def record_pull(self) -> None:
+        """Mode ps: note that the parameters are those of the servers."""
+        self._pulled.record(self.named_parameters(), self.views())
 
-    def check_pulled(self, title: str, views: dict[str, Any]) -> None:
+    def check_pulled(self, title: str) -> None:
         """Mode ps: raise InputError if the program has changed a parameter since `record_pull`."""
-        if (name := self._pulled.changed(self.named_parameters(), views)) is not None:
+        if (name := self._pulled.changed(self.named_parameters(), self.views())) is not None:
             raise InputError(
                 f"{title}: the program has changed the parameter '{name}' since the last step. In mode ps the next "
                 "pull would overwrite the change, because the servers have the parameters. To keep it, make it in the "

@@ -9,9 +9,7 @@ from allred.errors import InputError
 from allred.gpu.device_arrays import to_host
 from allred.modes.detect import drift
 
-# Flags of `ReductionAgreement`; see CallerFlags.
-_NUMBER, _NUMBERS, _HOW = 10, 4, 12  # the number of a reduction modulo 4, in bits 10 and 11
-_IN_STEP, _LOCAL = 1, 2  # from bit 12
+_NUMBERS = 4  # numbers of reductions are exchanged modulo 4
 
 
 class ReductionAgreement:
@@ -37,12 +35,11 @@ class ReductionAgreement:
         self._differs = False  # whether the ranks have differed in `in_step` or `has_local`
 
     def flags(self) -> int:
-        how = _IN_STEP * self.in_step | _LOCAL * self.has_local
-        return self._number % _NUMBERS << _NUMBER | how << _HOW
+        return self._number % _NUMBERS + _NUMBERS * self.in_step + 2 * _NUMBERS * self.has_local
 
-    def agree(self, flags: list[int], ranks: Sequence[int]) -> None:
+    def check(self, flags: list[int], ranks: Sequence[int]) -> None:
         """Raises InputError if the ranks reduce gradients of different steps."""
-        numbers = [flag >> _NUMBER & _NUMBERS - 1 for flag in flags]
+        numbers = [flag % _NUMBERS for flag in flags]
         if len(set(numbers)) > 1:
             texts = [f"reduction {number + 1} since the last update" for number in numbers]
             raise InputError(
@@ -50,7 +47,7 @@ class ReductionAgreement:
                 "must call backward() outside of no_sync(), and step(), equally often. Correct this; to continue here, "
                 "call opt.allred.broadcast() and opt.zero_grad() on all ranks, because some have made an update more"
             )
-        self._differs = self._differs or len({flag >> _HOW for flag in flags}) > 1
+        self._differs = self._differs or len({flag // _NUMBERS for flag in flags}) > 1
         self._number += 1
         self.has_local = False
 

@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 import worlds
 
-from allred import native
 from allred.modes.match import Matcher, parameter
-from allred.native import twins
 
 F4 = np.float32
 
@@ -146,22 +144,3 @@ def test_float64_gradients_of_float32_parameters_cause_one_warning(params, grads
     told = capfd.readouterr().err
     assert told.count("\n") == (words != "")
     assert words in told
-
-
-@pytest.mark.parametrize("addresses", [native.addresses, twins.addresses])
-def test_addresses(addresses):
-    whole = np.zeros((4, 3), F4)
-    start = whole.ctypes.data
-    assert addresses([whole, whole[1:], whole.T, whole[2, 1:2], whole[0:0]]) == [
-        start,
-        start + 12,
-        start,
-        start + 28,
-        start,
-    ]
-    assert addresses([]) == []
-
-
-def test_addresses_of_other_objects():
-    with pytest.raises((TypeError, AttributeError)):
-        native.addresses([np.zeros(1), 3.0])
