@@ -112,7 +112,7 @@ class Reducer:
             flags: 0 to 2**10 - 1. missing: whether this rank lacks a gradient.
             overlapped: whether this rank has passed gradients to opt.reduce().
             problem: why this rank's gradients cannot be used; all ranks raise it as InputError.
-            rows: the hash of prepared gradients, see `prepare`; else that of some parameters, see `MovingWindow`.
+            rows: the hash of prepared gradients, see `prepare`; else that of some parameters, see `DriftWindow`.
         """
         flags |= 0 if self._caller is None else self._caller.flags()
         if samples is not None and samples > _SAMPLES:
@@ -351,7 +351,8 @@ def writable(tensors: Sequence[Tensor], values: Sequence[Any]) -> list[Any]:
     if known is not None and len({layout[0] for layout in known}) == len(values):
         return values
     usable = [index for index, value in enumerate(values) if isinstance(value, np.ndarray) and value.flags.writeable]
-    kept = set(usable) - {usable[second] for _, second in arrays.overlaps([values[index] for index in usable])}
+    pairs = arrays.pairs_sharing_memory([values[index] for index in usable])
+    kept = set(usable) - {usable[second] for _, second in pairs}
     seen = set[int]()  # the addresses of arrays on GPUs
     return [
         _writable_on_gpu(value, tensor, seen) if gpu.is_device(value)

@@ -96,7 +96,7 @@ def _all_have(flag: int, agreement: Agreement) -> bool:
 
 
 class SyncMode(Mode):
-    """Mode sync of one optimizer. about: for the manifest of checkpoints. owner: the `DistributedOptimizer`."""
+    """Mode sync of one optimizer. meta: for the manifest of checkpoints. owner: the `DistributedOptimizer`."""
 
     is_lockstep = True
     update_interrupted = False
@@ -104,9 +104,9 @@ class SyncMode(Mode):
     was_skipped = False  # whether the last reduction was
 
     def __init__(
-        self, optimizer: Any, options: StepOptions, clipper: Clipper, about: dict[str, str], owner: Owner
+        self, optimizer: Any, options: StepOptions, clipper: Clipper, meta: dict[str, str], owner: Owner
     ) -> None:
-        self._optimizer, self._options, self._clipper, self._about = optimizer, options, clipper, about
+        self._optimizer, self._options, self._clipper, self._meta = optimizer, options, clipper, meta
         self._title = options.title
         self._reducer = Reducer(options, self._title, getattr(owner, "reduction_agreement", None))
         self._checks = MistakeChecks(options, self._title, optimizer)
@@ -264,7 +264,7 @@ class SyncMode(Mode):
                 checkpoint.whole(name, np.array(to_host(leaf)) if copy else to_host(leaf))
                 for name, leaf in nest.leaves(params)
             ]
-        meta: dict[str, Any] = {"optimizer": None, **self._about}
+        meta: dict[str, Any] = {"optimizer": None, **self._meta}
         if isinstance(self._optimizer, Optimizer):
             slots = state.pop("slots")
             entries += [
