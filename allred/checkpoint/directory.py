@@ -221,7 +221,7 @@ def _training_of(path: pathlib.Path) -> str | None:
 
 def move_outdated(root: pathlib.Path, step: int, training: str) -> None:
     """Rename the checkpoints of steps after `step` that other trainings wrote, damaged ones included: a restore would
-    choose them and not that of `step`, which is being saved. Prints a line for each. Raises OSError."""
+    choose them and not that of `step`, which was just saved. Prints a line for each. Raises OSError."""
     for name in _names(root):
         match = _COMMITTED.fullmatch(name)
         if match and int(match[1]) > step and _training_of(root / name) != training:
@@ -230,7 +230,7 @@ def move_outdated(root: pathlib.Path, step: int, training: str) -> None:
                 os.rename(root / name, root / outdated)
                 log.rank_warning(
                     f"checkpoint {root / name} was written by another training, and is newer than step {step}, which "
-                    f"is being saved; renamed to {outdated}, so that a restore does not choose it"
+                    f"was just saved; renamed to {outdated}, so that a restore does not choose it"
                 )
 
 

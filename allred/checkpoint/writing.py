@@ -4,10 +4,10 @@ The order of `commit`; each step is complete before the next begins:
 
 1  every shard exists with its length (`write_shard` has synced it), and the shards form whole tensors
 2  manifest.json is written and synced; then the directory is synced
-3  checkpoints of later steps that other trainings wrote are renamed to step-N.outdated-... (meta["training"])
-4  an existing checkpoint of the same step is renamed to step-N.replaced; any other file with that name to
+3  an existing checkpoint of the same step is renamed to step-N.replaced; any other file with that name to
    step-N.was-in-the-way-...
-5  the directory is renamed to step-N, which makes it the checkpoint; then the root is synced
+4  the directory is renamed to step-N, which makes it the checkpoint; then the root is synced
+5  checkpoints of later steps that other trainings wrote are renamed to step-N.outdated-... (meta["training"])
 6  the replaced checkpoint and the files of dead writers are deleted
 
 An existing step is replaced, because two saves of one step are valid: the last save of a run may follow a periodic one,
@@ -103,9 +103,6 @@ def commit(
             overwrite(source, content)
             now = (source / MANIFEST).stat().st_mtime
             _sync(source)
-        if "training" in written.meta:
-            with file_errors("commit: renaming later checkpoints in", target.parent):
-                move_outdated(target.parent, step, written.meta["training"])
         with file_errors(f"commit: renaming {source} to", target):
             replaced = _rename(source, target)
     except BaseException:
@@ -114,6 +111,9 @@ def commit(
     release(key)
     with file_errors("commit: syncing", target.parent):
         _sync(target.parent)
+    if "training" in written.meta:
+        with file_errors(f"commit: {target} is written; renaming later checkpoints in", target.parent):
+            move_outdated(target.parent, step, written.meta["training"])
     with contextlib.suppress(OSError):  # the next commit deletes the rest
         if replaced.exists():
             discard(replaced)
@@ -150,7 +150,7 @@ def _check_shards(source: pathlib.Path, written: Manifest) -> None:
 
 
 def _rename(source: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
-    """Steps 4 and 5. Returns the path step-N.replaced, which may not exist."""
+    """Steps 3 and 4. Returns the path step-N.replaced, which may not exist."""
     replaced = target.with_name(target.name + ".replaced")
     for tries_left in reversed(range(_TRIES)):
         try:

@@ -62,13 +62,13 @@ def check_name(name: Any) -> None:
         raise InputError(f"name={name!r} must be a string")
 
 
-def overlaps(group: list[Any]) -> Iterable[tuple[int, int]]:
+def memory_conflicts(group: list[Any]) -> Iterable[tuple[int, int]]:
     """As `arrays.pairs_sharing_memory`; takes a few nanoseconds for each array in the usual case, without any pair."""
     return () if native.disjoint(group) else arrays.pairs_sharing_memory(group)
 
 
 def refuse_shared_memory(pairs: Iterable[tuple[int, int]]) -> None:
-    """Raise InputError if `pairs`, a result of `overlaps` for arrays that are written, is not empty."""
+    """Raise InputError if `pairs`, a result of `memory_conflicts` for arrays that are written, is not empty."""
     for first, second in pairs:
         raise InputError(f"arrays {first} and {second} of the group share memory; pass a copy of one of them")
 

@@ -2,26 +2,24 @@
 
 import os
 import pathlib
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 from allred import arrays, checkpoint, log, nest
 from allred.checkpoint import SavedTensors
-from allred.errors import CheckpointError, InputError
+from allred.errors import AllredError, CheckpointError, InputError
 from allred.gpu import device_arrays as gpu
 from allred.optim.base import Optimizer, optimizer_kind
 
 
-class Restored(NamedTuple):
-    """Content of a checkpoint without the parameters. state: of the optimizer. extra: what was passed to `saving`."""
+def load_newest(
+    directory: str | os.PathLike[str], optimizer: Any, params: Any, load_state: Callable[[Any], None]
+) -> tuple[int, Any] | None:
+    """Load the newest undamaged checkpoint: the state of the optimizer by `load_state`, then the parameters. Return its
+    step, and the object that was passed to `saving`; None if there is no checkpoint.
 
-    step: int
-    state: Any
-    extra: Any
-
-
-def load_newest(directory: str | os.PathLike[str], optimizer: Any, params: Any) -> Restored | None:
-    """Copy the parameters of the newest undamaged checkpoint into `params`, and return the rest; None if there is none.
-    Raises CheckpointError, and nothing has changed."""
+    Raises CheckpointError, and an error of allred that `load_state` raises; `params` have not changed then.
+    """
     found, damaged = checkpoint.read_newest(directory)
     if damaged and found is None:
         raise CheckpointError(
@@ -34,10 +32,21 @@ def load_newest(directory: str | os.PathLike[str], optimizer: Any, params: Any) 
         return None
     path, content = found
     _check_optimizer(optimizer, content, path)
-    state, pickled = content.meta["optimizer"], content.pickled
-    own = checkpoint.unpickle_state(pickled) if state is None else {**state, "slots": content.slots}
-    _fill_parameters(nest.leaves(params), content.params, path)
-    return Restored(content.step, own, checkpoint.unpickle_extra(pickled))
+    named, state = nest.leaves(params), content.meta["optimizer"]
+    _check_parameters(named, content.params, path)
+    try:
+        extra = checkpoint.unpickle_extra(content.pickled)
+        load_state(checkpoint.unpickle_state(content.pickled) if state is None else {**state, "slots": content.slots})
+    except AllredError:
+        raise
+    except Exception as error:  # of load_state_dict or __setstate__ of the program's classes
+        raise CheckpointError(
+            f"{path}: loading the state of {optimizer_kind(optimizer)} and the program's objects failed: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    for name, leaf in named:
+        gpu.fill(leaf, content.params[name])
+    return content.step, extra
 
 
 def _check_optimizer(optimizer: Any, content: SavedTensors, path: pathlib.Path) -> None:
@@ -64,8 +73,8 @@ def _check_optimizer(optimizer: Any, content: SavedTensors, path: pathlib.Path) 
             raise CheckpointError(f"{path} is of another optimizer: {error}") from None
 
 
-def _fill_parameters(named: list[nest.Leaf], values: dict[str, Any], path: pathlib.Path) -> None:
-    """Copy the values of a checkpoint into the parameters. Raises CheckpointError if it is of another model."""
+def _check_parameters(named: list[nest.Leaf], values: dict[str, Any], path: pathlib.Path) -> None:
+    """Raise CheckpointError if the values of a checkpoint are of another model."""
     for name, leaf in named:
         if name not in values or values[name].shape != leaf.shape:
             got = f"has shape {values[name].shape} in it" if name in values else "is not in it"
@@ -84,5 +93,3 @@ def _fill_parameters(named: list[nest.Leaf], values: dict[str, Any], path: pathl
             f"{path} is of another model: it has the parameter '{odd[0]}', which this model lacks; pass the directory "
             "of this model's checkpoints"
         )
-    for name, leaf in named:
-        gpu.fill(leaf, values[name])

@@ -353,9 +353,8 @@ class DistributedOptimizer:
             first, control = functions.current().ranks[0], self._get_mode()
             if functions.current().rank == 0:
                 try:
-                    if (found := load_newest(directory, self.optimizer, params)) is not None:
-                        step, state, extra = found
-                        control.load_state_dict(state)
+                    if (found := load_newest(directory, self.optimizer, params, control.load_state_dict)) is not None:
+                        step, extra = found
                 except AllredError as error:
                     failure = error
             if received := functions.broadcast_object(failure, first):

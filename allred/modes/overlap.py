@@ -244,7 +244,7 @@ class Overlap:
         host = [(t.name, v) for t, v in zip(tensors, values, strict=True) if isinstance(v, np.ndarray)]
         there = [(t.name, v) for t, v in zip(tensors, values, strict=True) if gpu.is_device(v) and t.elements]
         starts = gpu.addresses([value for _, value in there])
-        pairs = [(host[i][0], host[j][0]) for i, j in arguments.overlaps([value for _, value in host])]
+        pairs = [(host[i][0], host[j][0]) for i, j in arguments.memory_conflicts([value for _, value in host])]
         pairs += [(there[i][0], there[j][0]) for i, j in arrays.overlapping_ranges([(at, at + 1) for at in starts])]
         for first, second in pairs:
             if first in self._given or second in self._given:

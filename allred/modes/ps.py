@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from allred import arena, arrays, log, nest, world
 from allred.arrays import Array
 from allred.comm import functions
-from allred.comm.arguments import overlaps
+from allred.comm.arguments import memory_conflicts
 from allred.errors import AllredError, CollectiveTimeout, DriftError, InputError, NonFiniteError, ShutdownError
 from allred.fusion import Tensor
 from allred.modes import ps_payload
@@ -92,7 +92,7 @@ class PsMode(Mode):
     def _connect(self, title: str, params: Any, tensors: list[Tensor], leaves: list[Any]) -> None:
         """Register with the servers at the first call. Later, check that these are the parameters of the servers."""
         host_leaves = self._staging.host_targets(leaves)
-        for first, second in overlaps(host_leaves):
+        for first, second in memory_conflicts(host_leaves):
             raise InputError(f"{title}: {ps_payload.shared_memory_problem(tensors[first].name, tensors[second].name)}")
         if self._client is not None:
             if tensors != self._tensors:

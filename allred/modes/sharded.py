@@ -25,7 +25,7 @@ import numpy as np
 from allred import log, nest
 from allred.arrays import Array
 from allred.comm import functions, node_memory
-from allred.comm.arguments import overlaps
+from allred.comm.arguments import memory_conflicts
 from allred.comm.header import hash_text, mix
 from allred.fusion import Tensor
 from allred.optim.base import Optimizer, optimizer_kind, splittable
@@ -226,7 +226,7 @@ _NO_LAYOUT = _ShardLayout(0, [], {}, set())
 
 def _layout(tensors: Sequence[Tensor], leaves: Sequence[Any]) -> _ShardLayout:
     host = [index for index, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray)]
-    tied = {host[i] for pair in overlaps([leaves[index] for index in host]) for i in pair}
+    tied = {host[i] for pair in memory_conflicts([leaves[index] for index in host]) for i in pair}
     cut = {
         tensors[i].name: i
         for i in host
@@ -256,8 +256,10 @@ def share(params: Any, title: str) -> Any:
     """
     named = nest.leaves(params)
     eligible = [leaf for _, leaf in named if type(leaf) is np.ndarray]
-    tied = {id(eligible[i]) for pair in overlaps(eligible) for i in pair}  # each rank keeps these
+    tied = {id(eligible[i]) for pair in memory_conflicts(eligible) for i in pair}  # each rank keeps these
     eligible = [leaf for leaf in eligible if id(leaf) not in tied]
+    lines = [f"{name}{', tied' * (id(leaf) in tied)} {getattr(leaf, 'shape', ())}" for name, leaf in named]
+    functions.current().check("parameters", title, lines).wait()  # all ranks allocate the same arrays
     nbytes = sum(node_memory.size_in_block(leaf.shape, leaf.dtype) for leaf in eligible)
     block = node_memory.allocate(functions.current(), nbytes, title)
     if block is None:

@@ -70,7 +70,8 @@ class Hook:
         """Called before each step."""
 
     def after_step(self, session: "Session", values: dict[str, float]) -> None:
-        """Called after each step. values: the values logged in it, by name."""
+        """Called after each step. values: the values logged in it, by name. In a loop inside of `allred.Join` that a
+        rank leaves by `break`, the other ranks do not call it for this step: use no collective operations there."""
 
     def end(self, session: "Session", outcome: Outcome) -> None:
         """Called at the end, after the last checkpoint. After a failure in `track`, `begin` has not been called."""

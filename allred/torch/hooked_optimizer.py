@@ -264,11 +264,11 @@ class HookedOptimizer(ModuleCheckpoints):
         except AllredError:
             self._end_step()
             self._sync_mode().forget_order()
-            self._agreed_layout, self._samples, self.samples = None, SampleCount(), None
+            self._agreed_layout, self._samples = None, SampleCount()
             raise
 
     def _reduce_all(self) -> None:
-        mode, parameters = self._sync_mode(), self._trained()
+        samples, mode, parameters = self._samples_of_step(), self._sync_mode(), self._trained()
         backward, self._backward = self._backward, BackwardPass()
         layout = layout_of(parameters, self._has_overlap())
         with functions.within(self.process_set):
@@ -282,7 +282,6 @@ class HookedOptimizer(ModuleCheckpoints):
                 problem = problem or reduced_marks.refusal(parameters, self._options.op)
                 if reduced_marks.marked(parameters, *reduced_marks.BOTH):  # on all ranks
                     mode.forget_order()
-        samples = self._samples_of_step()
         mode.in_skipped_step = self._next.is_skipped
         params, grads = ({}, {}) if problem else self._adapter.step_input()
         reduced = reduced_marks.marked(parameters, reduced_marks.REDUCED) if self._marks and not problem else []
@@ -370,7 +369,9 @@ class HookedOptimizer(ModuleCheckpoints):
     def _mean_loss(self, closure: Callable[[], Any]) -> Any:
         """Call the closure; return the mean of its loss over the ranks, so that all ranks make the same decisions. The
         ranks are weighted as in the reduction of the gradients."""
-        loss, samples = closure(), self._sync_mode().samples
+        loss = closure()
+        self.reduce_in_step()
+        samples = self._sync_mode().samples
         self._compare()
         self._clip()
         if loss is None:

@@ -343,11 +343,11 @@ class OptimizerAdapter(Optimizer):
         of another optimizer."""
         if not isinstance(state, dict) or not {"global_step", "slots"} <= set(state):
             raise InputError(f"{self.kind}.load_state_dict: expected the result of opt.allred.state_dict()")
-        if "groups" in state:
-            self.set_hyperparameters(state["groups"])
         numbers = {name: number for number, (name, _) in enumerate(self.named_parameters())}
         if odd := sorted(set(state["slots"]) - set(numbers)):
             raise InputError(f"{self.kind}.load_state_dict: the state has '{odd[0]}', which is no parameter here")
+        if "groups" in state:
+            self.set_hyperparameters(state["groups"])
         own = self.optimizer.state_dict()
         own["state"] = {numbers[name]: from_slots(slots) for name, slots in state["slots"].items()}
         load_in_place(self.optimizer, own, self._load)

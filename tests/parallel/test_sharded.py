@@ -209,6 +209,18 @@ def test_parameters_that_share_memory_on_one_rank(rank):
     assert opt.global_step == 0
 
 
+def test_share_compares_the_arrays_of_the_ranks(rank):
+    """Tied on one rank, or of another shape: the ranks would place their arrays at other addresses."""
+    opt = allred.distributed(optim.SGD(lr=0.1), sharded=True)
+    for other in (lambda first: first, lambda first: np.ones(5)):
+        first = np.ones(3)
+        with pytest.raises(MismatchError, match=r"share\(\)"):
+            opt.share([first, other(first) if rank == 0 else np.ones(3)])
+    shared = opt.share([first, np.ones(3)])
+    opt.step(shared, [np.ones(3), np.ones(3)])
+    assert shared[1].tolist() == [0.9, 0.9, 0.9]
+
+
 def test_sharded_on_one_rank_only(rank, size):
     opt = allred.distributed(optim.SGD(lr=0.1, momentum=0.9), sharded=rank == size - 1)
     with pytest.raises(MismatchError, match=rf"sharded=False on ranks? 0.* sharded=True on rank {size - 1}"):

@@ -427,6 +427,35 @@ def test_a_checkpoint_of_another_model_is_an_error_on_all_ranks(rank, size, tmp_
     assert opt.restore(tmp_path, params) == 0
 
 
+class Picky:
+    """An optimizer of a program, which refuses some states."""
+
+    def __init__(self):
+        self.state = 0
+
+    def step(self, params, grads):
+        params["w"] -= grads["w"]
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = 1 // state
+
+
+def test_a_state_that_the_optimizer_refuses_is_an_error_on_all_ranks(tmp_path):
+    """The parameters of no rank have changed, and the ranks go on together."""
+    opt, params = allred.distributed(Picky()), {"w": np.ones(3)}
+    opt.step(params, {"w": np.ones(3)})
+    opt.save(tmp_path, params)
+    params["w"] += 5
+    with pytest.raises(allred.CheckpointError, match=r"loading the state of Picky .* failed: ZeroDivisionError"):
+        opt.restore(tmp_path, params)
+    assert params["w"].tolist() == [5, 5, 5]
+    opt.step(params, {"w": np.ones(3)})
+    assert params["w"].tolist() == [4, 4, 4]
+
+
 def test_the_keys_beside_a_scaler_are_those_of_earlier_checkpoints(rank, tmp_path):
     """A rename would make these unreadable."""
     opt, params = allred.distributed(optim.SGD(lr=0.1), scaler=allred.GradScaler()), {"w": np.ones(3)}

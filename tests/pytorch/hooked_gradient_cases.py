@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import io
 import pickle
 import tempfile
@@ -233,6 +234,26 @@ def missing_gradients_and_copies_have_the_layout_of_their_parameters():
 
 
 @case
+def a_closure_with_local_passes():
+    """`step` reduces after each call of a closure whose passes are in no_sync(), or which one rank leaves out."""
+    for lacks in (False, True):
+        ours, plain = (nn.Parameter(torch.zeros(3, dtype=torch.float64)) for _ in range(2))
+        opt = allred.distributed(torch.optim.LBFGS([ours], lr=0.5, max_iter=4))
+
+        def closure(weight, ranks, local=contextlib.nullcontext, lacks=lacks):
+            losses = [(weight - rank - 1).square().sum() * (not lacks or rank > 0) for rank in ranks]
+            weight.grad = None
+            if not lacks or ranks != [0]:
+                with local():
+                    (sum(losses) / len(losses)).backward()
+            return sum(losses) / len(losses)
+
+        opt.step(functools.partial(closure, ours, [RANK], opt.allred.no_sync))
+        torch.optim.LBFGS([plain], lr=0.5, max_iter=4).step(functools.partial(closure, plain, list(range(SIZE))))
+        torch.testing.assert_close(ours, plain)
+
+
+@case
 def losses_of_closures_are_weighted_by_samples():
     """Shares of allred.data, one of them without rows, or `samples`. The loss of a rank without rows is NaN."""
     x = np.random.default_rng(0).normal(size=(2 * SIZE - 1, 3))
@@ -331,6 +352,26 @@ def broadcast_and_restored_state_has_the_layout_of_its_parameter():
                 (weight * values.flip(0)).sum().backward()
                 each.step()
             torch.testing.assert_close(ours, plain)
+
+
+@case
+def a_refused_restore_changes_nothing():
+    """A checkpoint of an optimizer with another number of groups."""
+    each = parameter()
+    saved = sgd(each)
+    steps(saved, each, 1)
+    with tempfile.TemporaryDirectory() as directory:
+        directory = allred.broadcast_object(directory, 0)
+        saved.allred.save(directory)
+        saved.allred.detach()
+        with torch.no_grad():
+            each.fill_(7.0)
+        opt = torch.optim.SGD([{"params": [each]}, {"params": [], "lr": 0.5}], lr=0.25)
+        allred.distributed(opt)
+        assert "parameter groups" in raised(InputError, lambda: opt.allred.restore(directory))
+        allred.barrier()
+    assert each.tolist() == [7, 7]
+    assert [group["lr"] for group in opt.param_groups] == [0.25, 0.5]
 
 
 @case

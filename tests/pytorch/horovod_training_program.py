@@ -3,6 +3,7 @@
 Each rank also trains a copy of the model in one process, on the batches of all ranks, and compares the parameters.
 """
 
+import contextlib
 import copy
 import dataclasses
 import gc
@@ -239,6 +240,24 @@ def gradient_clipping():
         torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(other.parameters(), 0.1))
         plain.step()
     equal(model, other)
+
+
+@case
+def a_rank_without_a_backward_pass_synchronizes():
+    """In skip_synchronize too: it reduces zeros where the other ranks have gradients."""
+    for in_context in (False, True):
+        model, optimizer, other, plain = wrapped(net())
+        last = hvd.size() > 1 and hvd.rank() == hvd.size() - 1
+        if not last:
+            loss_of(model, batch()).backward()
+        with optimizer.skip_synchronize() if in_context else contextlib.nullcontext():
+            optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        ranks = range(max(1, hvd.size() - 1))
+        (sum(loss_of(other, batch(0, rank)) for rank in ranks) / hvd.size()).backward()
+        plain.step()
+        equal(model, other)
 
 
 @case

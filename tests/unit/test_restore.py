@@ -11,7 +11,7 @@ from checkpoints import save
 
 import allred
 from allred import checkpoint, optim
-from allred.checkpoint import whole
+from allred.checkpoint import whole, writing
 from allred.errors import CheckpointError
 
 
@@ -168,7 +168,7 @@ def test_a_save_after_a_rollback_is_the_newest(back, tmp_path, capfd):
     opt.save(tmp_path, params)
     assert names(tmp_path) == ["step-00000003"]
     assert len([name for name in os.listdir(tmp_path) if ".outdated-" in name]) == 2
-    assert capfd.readouterr().err.count("which is being saved; renamed to step-0000000") == 2
+    assert capfd.readouterr().err.count("which was just saved; renamed to step-0000000") == 2
     again, other = trained(sgd(), 0)
     assert other.restore(tmp_path, again) == 3
     assert again["w"].tolist() == [-8, -8, -8]
@@ -194,6 +194,18 @@ def test_only_later_checkpoints_of_other_trainings_are_renamed(tmp_path):
     save(tmp_path, 0, [whole("w", np.zeros(2))])  # of no training
     assert len(names(tmp_path)) == 4
     assert [checkpoint.has(tmp_path, step, "mine") for step in range(5)] == [False, False, True, True, False]
+
+
+def test_a_writer_that_fails_leaves_the_later_checkpoints(tmp_path, monkeypatch):
+    """Until its own is in place: otherwise the directory would have none."""
+    save(tmp_path, 4, [whole("w", np.ones(2))], meta={"training": "other"})
+    with monkeypatch.context() as patched:
+        patched.setattr(writing, "_rename", lambda *_: os.rename(tmp_path / "missing", tmp_path / "x"))
+        with pytest.raises(allred.CheckpointError):
+            save(tmp_path, 2, [whole("w", np.zeros(2))], meta={"training": "mine"})
+    assert names(tmp_path) == ["step-00000004"]
+    save(tmp_path, 2, [whole("w", np.zeros(2))], meta={"training": "mine"})
+    assert names(tmp_path) == ["step-00000002"]
 
 
 class OddSlots(optim.Optimizer):

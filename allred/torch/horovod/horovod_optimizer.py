@@ -151,7 +151,7 @@ class HorovodStep(HookedOptimizer):
 
     def synchronize(self) -> None:
         """Reduce the gradients if no backward pass has done it. A gradient that all ranks lack becomes zeros."""
-        self.reduce_in_step()
+        super().reduce_in_step()
         for parameter in self._trained().values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -162,7 +162,7 @@ class HorovodStep(HookedOptimizer):
             super().reduce_in_step()
 
     def forget_gradients(self) -> None:
-        """Discard the gradients of an unfinished step."""
+        super().forget_gradients()
         self._next = NextStep()
         self.is_synchronized, self.should_synchronize = False, True
 
@@ -225,12 +225,6 @@ class _HorovodMethods:
         self.backward_passes_per_step = _passes(passes)
         if self.allred is not None:
             self.allred.passes = passes
-
-    def load_state_dict(self, *arguments: Any, **options: Any) -> None:
-        """As in torch. Discards the gradients of an unfinished step; `zero_grad` is then allowed."""
-        if self.allred is not None:
-            self.allred.forget_gradients()
-        super().load_state_dict(*arguments, **options)  # type: ignore[misc]
 
     def zero_grad(self, *arguments: Any, **options: Any) -> None:
         """As in torch. Raises AssertionError after `backward()` and before `step()` or `synchronize()`, except in the
