@@ -63,8 +63,8 @@ def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def can_hold(dtype: np.dtype[Any], values: Array) -> bool:
-    """Whether a dtype can hold the values of an array: floats rounded, but none as infinity and none as integers;
-    integers exactly.
+    """Return whether a dtype can hold the values of an array. Floats may be rounded, but must not overflow; an integer
+    dtype holds no float array. Integers must be exact.
 
     >>> can_hold(np.dtype(np.float32), np.array(0.1)), can_hold(np.dtype(np.int64), np.array(2.0))
     (True, False)
@@ -118,16 +118,16 @@ def copy_back(target: Array, flat: Array) -> None:
         target[...] = flat.reshape(target.shape)
 
 
-def overlaps(group: Sequence[Array]) -> Iterator[tuple[int, int]]:
+def pairs_sharing_memory(group: Sequence[Array]) -> Iterator[tuple[int, int]]:
     """Yield the indices (i, j), i < j, of each two arrays that have an element in the same memory; (i, i) for an array
     that has several elements in the same memory.
 
     >>> line = np.zeros(6)
-    >>> list(overlaps([line[:4], line[4:], line[::2], line[1::2]]))
+    >>> list(pairs_sharing_memory([line[:4], line[4:], line[::2], line[1::2]]))
     [(0, 2), (0, 3), (1, 2), (1, 3)]
     """
     for index, array in enumerate(group):
-        if not array.flags.forc and overlaps_itself(array):
+        if not array.flags.forc and has_internal_overlap(array):
             yield index, index
     for first, second in overlapping_ranges([_bounds(array) for array in group]):
         if np.shares_memory(group[first], group[second]):
@@ -140,7 +140,7 @@ def overlapping_ranges(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int,
     >>> list(overlapping_ranges([(0, 8), (8, 16), (6, 9), (3, 3)]))
     [(0, 2), (1, 2)]
     """
-    open_ranges: list[int] = []  # whose stop is behind the start of the current one
+    open_ranges: list[int] = []  # ranges that end after the start of the current one
     for index in sorted((i for i, (start, stop) in enumerate(ranges) if start < stop), key=ranges.__getitem__):
         open_ranges = [other for other in open_ranges if ranges[other][1] > ranges[index][0]]
         yield from ((min(other, index), max(other, index)) for other in open_ranges)
@@ -148,7 +148,7 @@ def overlapping_ranges(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int,
 
 
 def _bounds(array: Array) -> tuple[int, int]:
-    """Return the addresses of the first byte of an array and of the byte behind its last one."""
+    """Return the addresses of the first byte of an array, and of one past its last byte."""
     start = array.__array_interface__["data"][0]
     if not array.size:
         return start, start
@@ -157,8 +157,9 @@ def _bounds(array: Array) -> tuple[int, int]:
     return start + below, start + above + array.itemsize
 
 
-def overlaps_itself(array: Array) -> bool:
-    """Whether elements may share memory: a step along an axis is shorter than what the faster axes cover."""
+def has_internal_overlap(array: Array) -> bool:
+    """Return whether elements may share memory. Sorted by stride, each stride must reach past the extent of the smaller
+    ones. May return True for arrays without shared elements."""
     covered = array.itemsize
     axes = zip(map(abs, array.strides), array.shape, strict=True)
     for step, count in sorted((step, count) for step, count in axes if count > 1):

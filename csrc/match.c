@@ -1,5 +1,5 @@
 /*
- * Whether a step has arrays of the same shapes and dtypes as the step before; where arrays are; a hash of some
+ * Checks of lists of numpy arrays: equal shapes and dtypes as in the step before, disjoint memory, a hash of some
  * elements.
  *
  * Each step checks thousands of arrays. A parameter and its gradient take 23 ns by numpy_array.h, 415 ns in Python.
@@ -70,8 +70,8 @@ static int add_address(uintptr_t *table, int bits, uintptr_t address) {
   return 1;
 }
 
-/* Whether arrays that own their memory are different arrays; -1 if there is no memory. */
-static int different(PyObject *list, Py_ssize_t arrays) {
+/* Return whether the arrays, which own their memory, have different addresses; -1 if allocation fails. */
+static int addresses_differ(PyObject *list, Py_ssize_t arrays) {
   int bits = 1, found = 1;
   while ((Py_ssize_t)1 << bits < 2 * arrays) bits++;
   uintptr_t *table = PyMem_Calloc((size_t)1 << bits, sizeof *table);
@@ -86,7 +86,7 @@ typedef struct {
   uintptr_t start, stop;
 } memory_range;
 
-static int by_start(const void *a, const void *b) {
+static int compare_starts(const void *a, const void *b) {
   const uintptr_t first = ((const memory_range *)a)->start, second = ((const memory_range *)b)->start;
   return first < second ? -1 : first > second;
 }
@@ -95,7 +95,7 @@ static int ranges_are_disjoint(memory_range *ranges, Py_ssize_t count) {
   Py_ssize_t ascending = 1;
   while (ascending < count && ranges[ascending].start >= ranges[ascending - 1].stop) ascending++;
   if (ascending >= count) return 1;
-  qsort(ranges, (size_t)count, sizeof *ranges, by_start);
+  qsort(ranges, (size_t)count, sizeof *ranges, compare_starts);
   for (Py_ssize_t i = 1; i < count; i++)
     if (ranges[i].start < ranges[i - 1].stop) return 0;
   return 1;
@@ -119,7 +119,7 @@ static Py_ssize_t count_elements(const allred_array *array) {
   return count;
 }
 
-/* Whether the memory of contiguous arrays is disjoint; -1 with an error if that cannot be found out. */
+/* Return whether the memory of contiguous arrays is disjoint; -1 if allocation fails, or with an error set. */
 static int memory_is_disjoint(PyObject *list, Py_ssize_t arrays) {
   memory_range *ranges = PyMem_Malloc((size_t)arrays * sizeof *ranges);
   PyObject *dtype = NULL;
@@ -148,12 +148,12 @@ PyObject *allred_python_disjoint(PyObject *module, PyObject *const *args, Py_ssi
     if (!(flags & (ALLRED_ARRAY_C_CONTIGUOUS | ALLRED_ARRAY_F_CONTIGUOUS))) Py_RETURN_FALSE;
     owned &= flags;
   }
-  const int disjoint = owned ? different(args[1], arrays) : memory_is_disjoint(args[1], arrays);
+  const int disjoint = owned ? addresses_differ(args[1], arrays) : memory_is_disjoint(args[1], arrays);
   if (disjoint < 0) return PyErr_Occurred() ? NULL : PyErr_NoMemory();
   return PyBool_FromLong(disjoint);
 }
 
-#define WINDOW_ELEMENTS 1024 /* _ELEMENTS in modes/detect/moving_window.py */
+#define WINDOW_ELEMENTS 1024 /* _ELEMENTS in modes/detect/drift_window.py */
 
 static Py_ssize_t start_at(const char *starts, Py_ssize_t index) {
   int64_t start;

@@ -2,7 +2,7 @@
 
 step-00000400              a complete checkpoint
 step-00000400.replaced     the previous checkpoint of step 400 during its replacement; used only if the first is missing
-step-00000600.outdated-xx  of a later step and another training than a checkpoint that was saved after it; never deleted
+step-00000600.outdated-xx  a later step that another training wrote; renamed so that it is not restored; never deleted
 .step-00000500.xx.xx.tmp   unfinished: being written, or left by a dead writer; boot id and random digits
 .step-00000300.xxxx.gone   being deleted, or left by a process that died while it deleted it
 
@@ -220,8 +220,8 @@ def _training_of(path: pathlib.Path) -> str | None:
 
 
 def move_outdated(root: pathlib.Path, step: int, training: str) -> None:
-    """Rename the checkpoints of steps after `step` that are not of this training, damaged ones included: a restore
-    would prefer them to that of `step`, which is saved now. Prints a line for each. Raises OSError."""
+    """Rename the checkpoints of steps after `step` that other trainings wrote, damaged ones included: a restore would
+    choose them and not that of `step`, which was just saved. Prints a line for each. Raises OSError."""
     for name in _names(root):
         match = _COMMITTED.fullmatch(name)
         if match and int(match[1]) > step and _training_of(root / name) != training:
@@ -229,8 +229,8 @@ def move_outdated(root: pathlib.Path, step: int, training: str) -> None:
             with contextlib.suppress(FileNotFoundError):  # another writer has renamed it
                 os.rename(root / name, root / outdated)
                 log.rank_warning(
-                    f"checkpoint {root / name} is of a later step than step {step}, which is saved now, and of another "
-                    f"training; it is renamed to {outdated}, so that it is not restored"
+                    f"checkpoint {root / name} was written by another training, and is newer than step {step}, which "
+                    f"was just saved; renamed to {outdated}, so that a restore does not choose it"
                 )
 
 

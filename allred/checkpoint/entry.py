@@ -25,7 +25,7 @@ DTYPES = frozenset(
 )
 _PICKLED_NAME = ""  # a nest that is a single array has this name too; its slots "state" and "extra" are escaped
 _STATE, _EXTRA = "state", "extra"
-_ESCAPE = "\0"  # before a slot with one of these names, the name "", or a name that begins with it
+_ESCAPE = "\0"  # prefix of slot names that the format reserves, and of names that begin with it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Entry:
 
     @property
     def slot_name(self) -> str:
-        """The name of the optimizer slot, if `slot` is not ""."""
+        """The name that the optimizer uses for the slot; only if `slot` is not ""."""
         return self.slot.removeprefix(_ESCAPE)
 
     @property
@@ -109,10 +109,10 @@ class Entry:
 
 
 def stored_slot(name: str, slot: str) -> str:
-    """Return what entries have as the name of the slot `slot` of the parameter `name`: the names that the format uses
-    itself are escaped."""
-    own = not slot or (name == _PICKLED_NAME and slot in (_STATE, _EXTRA))
-    return _ESCAPE + slot if own or slot.startswith(_ESCAPE) else slot
+    """Return the name under which the slot `slot` of the parameter `name` is stored. Names that the format reserves are
+    escaped with "\\0"."""
+    is_reserved = not slot or (name == _PICKLED_NAME and slot in (_STATE, _EXTRA))
+    return _ESCAPE + slot if is_reserved or slot.startswith(_ESCAPE) else slot
 
 
 def whole(name: str, array: Any, slot: str | None = None) -> tuple[Entry, Array]:

@@ -4,10 +4,10 @@ The order of `commit`; each step is complete before the next begins:
 
 1  every shard exists with its length (`write_shard` has synced it), and the shards form whole tensors
 2  manifest.json is written and synced; then the directory is synced
-3  checkpoints of later steps and other trainings are renamed to step-N.outdated-... (meta["training"])
-4  an existing checkpoint of the same step is renamed to step-N.replaced; any other file with that name to
+3  an existing checkpoint of the same step is renamed to step-N.replaced; any other file with that name to
    step-N.was-in-the-way-...
-5  the directory is renamed to step-N, which makes it the checkpoint; then the root is synced
+4  the directory is renamed to step-N, which makes it the checkpoint; then the root is synced
+5  checkpoints of later steps that other trainings wrote are renamed to step-N.outdated-... (meta["training"])
 6  the replaced checkpoint and the files of dead writers are deleted
 
 An existing step is replaced, because two saves of one step are valid: the last save of a run may follow a periodic one,
@@ -82,8 +82,8 @@ def commit(
 ) -> pathlib.Path:
     """Make `directory` the checkpoint of this step, atomically and on disk. An error deletes `directory`.
 
-    Replaces a complete checkpoint of the same step. If `meta` has "training", text that identifies a training: renames
-    those of later steps that are not of this training, such as after a restore of an older step.
+    Replaces a complete checkpoint of the same step. If `meta` has "training", which identifies a training,
+    checkpoints of later steps with another value are renamed, for example after a restore of an older step.
 
     directory: the result of `begin` for the same step. shards: the results of all `write_shard` calls, in any order.
     meta: dicts, lists, numbers, text, booleans and None, for `read_checkpoint`. Tuples become lists, keys text.
@@ -150,7 +150,7 @@ def _check_shards(source: pathlib.Path, written: Manifest) -> None:
 
 
 def _rename(source: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
-    """Steps 4 and 5. Returns the path step-N.replaced, which may not exist."""
+    """Steps 3 and 4. Returns the path step-N.replaced, which may not exist."""
     replaced = target.with_name(target.name + ".replaced")
     for tries_left in reversed(range(_TRIES)):
         try:

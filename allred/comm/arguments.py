@@ -39,7 +39,7 @@ def target_of(value: Any, in_place: bool, refuse_shared: bool = True) -> Array:
         raise InputError(f"in place needs a numpy array, got {kind}; use the form without the underscore")
     if not value.flags.writeable:
         raise InputError("the array is read-only; use the form without the underscore, or pass a writable copy")
-    if not value.flags.forc and arrays.overlaps_itself(value):
+    if not value.flags.forc and arrays.has_internal_overlap(value):
         raise InputError("the array has several elements in the same memory; pass a copy of it")
     if refuse_shared and is_shared(value):
         raise InputError("the array is a parameter of opt.share(), one memory for all ranks of the node; pass a copy")
@@ -62,13 +62,13 @@ def check_name(name: Any) -> None:
         raise InputError(f"name={name!r} must be a string")
 
 
-def overlaps(group: list[Any]) -> Iterable[tuple[int, int]]:
-    """As `arrays.overlaps`; the usual case, in which no array shares memory, takes a few nanoseconds for each."""
-    return () if native.disjoint(group) else arrays.overlaps(group)
+def memory_conflicts(group: list[Any]) -> Iterable[tuple[int, int]]:
+    """As `arrays.pairs_sharing_memory`; takes a few nanoseconds for each array in the usual case, without any pair."""
+    return () if native.disjoint(group) else arrays.pairs_sharing_memory(group)
 
 
-def refuse_overlap(pairs: Iterable[tuple[int, int]]) -> None:
-    """Raise InputError if two arrays of a group, which are written, share memory. pairs: as of `overlaps`."""
+def refuse_shared_memory(pairs: Iterable[tuple[int, int]]) -> None:
+    """Raise InputError if `pairs`, a result of `memory_conflicts` for arrays that are written, is not empty."""
     for first, second in pairs:
         raise InputError(f"arrays {first} and {second} of the group share memory; pass a copy of one of them")
 

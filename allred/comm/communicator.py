@@ -21,8 +21,8 @@ from allred.comm.arguments import (
     as_list,
     each_of,
     empty_like,
-    overlaps,
-    refuse_overlap,
+    memory_conflicts,
+    refuse_shared_memory,
     result_of,
     root_index,
     source_and_target,
@@ -137,7 +137,7 @@ class Communicator(Group):
         pairs = each_of(as_list(group), lambda value: source_and_target(value, in_place))
         sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
         if in_place:
-            refuse_overlap(overlaps(targets))
+            refuse_shared_memory(memory_conflicts(targets))
         yield from self._reduce(Reduction("grouped_allreduce", sources, targets, *reduction))
         return targets
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from allred import arrays
-from allred.comm.arguments import refuse_overlap
+from allred.comm.arguments import refuse_shared_memory
 from allred.comm.backends.backend import DeviceBackend
 from allred.comm.group import Group
 from allred.comm.header import OpDescriptor, quoted
@@ -120,11 +120,11 @@ def check_writable(given: list[Adopted]) -> None:
             raise InputError(
                 "the array has several elements in the same memory (a broadcast or expanded view); copy it"
             )
-    ranges = [  # of arrays with gaps, only the first byte
+    ranges = [  # an array with gaps counts as its first byte: interleaved arrays are allowed
         (array.data.ptr, array.data.ptr + (min(array.nbytes, 1) if memory_order(array) is None else array.nbytes))
         for array in group
     ]
-    refuse_overlap(arrays.overlapping_ranges(ranges))
+    refuse_shared_memory(arrays.overlapping_ranges(ranges))
 
 
 def on_gpu(descriptor: OpDescriptor) -> OpDescriptor:

@@ -98,14 +98,16 @@ class GradScaler:
         self.growth_factor, self.backoff_factor = float(state["growth_factor"]), float(state["backoff_factor"])
         self.growth_interval = int(state["growth_interval"])
 
-    def set_owner(self, owner: Any, name: str) -> None:
-        """Internal: set the wrapper whose steps change the scale. Raises InputError if there is another one."""
+    def set_owner(self, owner: Any, name: str) -> str:
+        """Internal: set the wrapper whose steps change the scale. Return the error text if there is another one; "" if
+        not."""
         if self._owner is not None and self._owner() not in (None, owner):
-            raise InputError(
+            return (
                 f"{name}: this GradScaler belongs to another optimizer, whose steps change its scale; create one for "
                 "each optimizer"
             )
         self._owner = weakref.ref(owner)
+        return ""
 
     def update(self, overflow: bool, title: str) -> None:
         """Internal: adapt the scale after a step. Raises NonFiniteError if it cannot be lowered any more."""
@@ -150,11 +152,8 @@ class Clipper:
 
     def check(self, tensors: Sequence[Tensor]) -> str:
         """Return why gradients of these dtypes cannot be clipped or unscaled; "" if they can."""
-        try:
-            if self.scaler is not None:
-                self.scaler.set_owner(self, self._name)
-        except InputError as error:
-            return str(error)
+        if self.scaler is not None and (problem := self.scaler.set_owner(self, self._name)):
+            return problem
         odd = next((tensor for tensor in tensors if not arrays.is_float(tensor.dtype)), None) if self.active else None
         return f"the gradient of {odd} cannot be scaled: it would be rounded; cast it" if odd else ""
 

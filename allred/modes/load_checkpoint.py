@@ -23,8 +23,8 @@ def load_newest(
     found, damaged = checkpoint.read_newest(directory)
     if damaged and found is None:
         raise CheckpointError(
-            f"{damaged[0]}; no checkpoint in {os.fspath(directory)} is complete. Move them away to start without a "
-            "checkpoint"
+            f"no checkpoint in {os.fspath(directory)} can be read; the newest one: {damaged[0]}. To start without a "
+            "checkpoint, move these checkpoints to another directory"
         )
     for text in damaged:
         log.warning(f"a later checkpoint is skipped: {text}")
@@ -56,8 +56,8 @@ def _check_optimizer(optimizer: Any, content: SavedTensors, path: pathlib.Path) 
     if kind is not None and kind != own:
         raise CheckpointError(
             f"{path} is of another optimizer: it was saved with {kind}, but this one is {own}; restore it with {kind}. "
-            f"If {own} is {kind} under another name, give its class the attribute kind = {kind!r}. To use only the "
-            "parameters, copy allred.checkpoint.read_checkpoint(path).params"
+            f"If {own} is {kind} under another name, give its class the attribute kind = {kind!r}. To use only its "
+            "parameters, copy them from allred.checkpoint.read_checkpoint(path).params"
         )
     is_ours, state = isinstance(optimizer, Optimizer), content.meta["optimizer"]
     if is_ours != (state is not None):
@@ -77,15 +77,19 @@ def _check_parameters(named: list[nest.Leaf], values: dict[str, Any], path: path
     """Raise CheckpointError if the values of a checkpoint are of another model."""
     for name, leaf in named:
         if name not in values or values[name].shape != leaf.shape:
-            got = f"has shape {values[name].shape} there" if name in values else "is not in it"
+            got = f"has shape {values[name].shape} in it" if name in values else "is not in it"
             raise CheckpointError(
-                f"{path} is of another model: '{name}' {leaf.shape} {got}; pass a directory of checkpoints of this one"
+                f"{path} is of another model: parameter '{name}' of this model has shape {leaf.shape}, but {got}; "
+                "pass the directory of this model's checkpoints"
             )
         dtype = gpu.shape_and_dtype(leaf)[1] if gpu.is_device(leaf) else leaf.dtype
         if not arrays.can_hold(dtype, values[name]):
             raise CheckpointError(
-                f"{path} is of another model: '{name}' is {values[name].dtype} there, with values that the parameter, "
-                f"which is {dtype}, cannot hold; make it {values[name].dtype}"
+                f"{path}: parameter '{name}' is {dtype} in this model, which cannot hold the {values[name].dtype} "
+                f"values of the checkpoint; create the parameter with dtype {values[name].dtype}"
             )
     if odd := sorted(set(values) - {name for name, _ in named}):
-        raise CheckpointError(f"{path} is of another model: it has '{odd[0]}', which this model lacks")
+        raise CheckpointError(
+            f"{path} is of another model: it has the parameter '{odd[0]}', which this model lacks; pass the directory "
+            "of this model's checkpoints"
+        )

@@ -148,7 +148,7 @@ class Accumulator:
         self._tensors: list[Tensor] = []
         self._sums: list[Any] = []
         self._samples: list[int | None] = []  # of each micro-step
-        self.problem = ""  # why the step that these micro-steps belong to cannot be made
+        self.problem = ""  # the first error of these micro-steps; raised at the end of the step
 
     def add(self, tensors: Sequence[Tensor], values: Sequence[Any], samples: int | None, problem: str = "") -> bool:
         """Add the gradients of one micro-step; return whether it is the last of a step. problem: why they cannot be

@@ -71,7 +71,7 @@ class DistributedOptimizer:
         self._matcher = Matcher(self._options.title)
         self._samples = SampleCount()
         # In the manifest of checkpoints, with the names "kind" and "training": keep these.
-        self._about = {"kind": optimizer_kind(optimizer), "training": secrets.token_hex(8)}
+        self._meta = {"kind": optimizer_kind(optimizer), "training": secrets.token_hex(8)}
         self._updates = updates_of(optimizer)  # also counts the updates of an optimizer whose wrapper is never used
         self._chosen: Mode | None = None
         if context.serves():
@@ -109,7 +109,7 @@ class DistributedOptimizer:
             sync = functions.current() and not context.is_active()
             if not sync and self._options.compression is not Compression.none:
                 log.info(f"{self.name}: compression has no effect in mode ps: gradients are sent uncompressed")
-            arguments = self.optimizer, self._options, self._clipper, self._about
+            arguments = self.optimizer, self._options, self._clipper, self._meta
             self._chosen = SyncMode(*arguments, self, self.more_flags) if sync else PsMode(*arguments)
         return self._chosen
 
@@ -127,20 +127,21 @@ class DistributedOptimizer:
         they are pushed to the parameter servers, which apply them, and the parameters are pulled.
 
         With accumulate=k only every k-th call communicates and updates, with the mean over the samples of k calls (over
-        the calls, if samples are unknown); gradients are then summed up here and not overwritten. An error of a
-        micro-step is raised in the k-th call, on all ranks.
+        the calls, if samples are unknown); gradients are then summed up here and not overwritten. All ranks raise the
+        error of a micro-step in the k-th call.
 
-        Every step checks for silent mistakes (allred/modes/detect): gradients that are not finite; in mode sync, some
-        parameters that differ between ranks; in the first steps and every check_steps, all of them and the optimizer's
-        state, equal batches, and averaging twice. The first step also compares the arguments of allred.data.batches
-        and stream between the ranks.
+        Every step checks for silent mistakes (docs/mistakes.md). In both modes: gradients that are not finite. In mode
+        sync: 1024 elements of the parameters are compared between the ranks, other elements in each step. At the first
+        three steps and every ALLRED_CHECK_STEPS steps: all parameters and the optimizer's state are compared, and equal
+        batches and gradients that are averaged twice are reported. The first step also compares the arguments of
+        allred.data.batches and stream.
 
         Arguments:
             params: a nest of writable arrays.
-            grads: the same nest of gradients, of the shapes of their parameters. In mode sync they are overwritten with
-                the mean; for numbers, read-only arrays and arrays that share memory with an earlier gradient the
-                optimizer gets new arrays. None counts as zeros if
-                another rank has that gradient. None and Python numbers take the dtype of the parameter.
+            grads: the same nest of gradients, of the shapes of their parameters. In mode sync the mean overwrites them.
+                It does not overwrite numbers, read-only arrays, and arrays that overlap an earlier gradient: for these
+                the optimizer gets a new array. None counts as zeros if another rank has that gradient. None and Python
+                numbers take the dtype of the parameter.
             samples: how many samples the gradients are the mean of; known automatically inside `allred.data.batches`.
                 In mode sync ranks are weighted by it; if no rank gives it, all count equally.
 
@@ -236,8 +237,9 @@ class DistributedOptimizer:
         """Return a nest like `params` with one copy of the arrays per node, for sharded=True. Collective.
 
         Train with the result and drop `params`. The values are those of the first rank of the node. What one rank
-        writes to these arrays, such as `w *= 0.99`, all ranks of the node have. They cannot be the target of an
-        allreduce; `broadcast` and `restore` work as usual. Returns `params` itself if the update is not sharded: one
+        writes to these arrays, such as `w *= 0.99`, all ranks of the node have. Arrays that overlap another array of
+        `params` (tied weights) are returned unchanged: each rank keeps its own. The new arrays cannot be the target of
+        an allreduce; `broadcast` and `restore` work as usual. Returns `params` itself if the update is not sharded: one
         rank, another optimizer, no shared memory. Raises InputError without sharded=True, and in mode ps.
 
         Example: `params = opt.share(params)`, then `opt.broadcast(params)` and `opt.step(params, grads)`.
@@ -314,11 +316,11 @@ class DistributedOptimizer:
         self._require_state()
         self._get_mode().load_state_dict(state)
         self.forget_gradients()
-        self._about["training"] = f"{hash_text(self.training):016x}"  # equal on ranks that load equally often
+        self._meta["training"] = f"{hash_text(self.training_id):016x}"  # equal on ranks that load equally often
         restored(self.optimizer)
 
     def forget_gradients(self) -> None:
-        """Internal: drop the gradients of an incomplete step: they are of other parameters than those restored."""
+        """Internal: drop accumulated gradients; they belong to the parameters before the restore."""
         self._accumulator.clear()
 
     def _require_state(self) -> None:
@@ -364,8 +366,8 @@ class DistributedOptimizer:
             self.broadcast(params)
             if step is not None:
                 control.count_from(step)
-            self._about["training"] = secrets.token_hex(8)
-            step, extra, self._about["training"] = functions.broadcast_object((step, extra, self.training), first)
+            self._meta["training"] = secrets.token_hex(8)
+            step, extra, self._meta["training"] = functions.broadcast_object((step, extra, self.training_id), first)
             if step is not None:
                 restored(self.optimizer)
                 if functions.current().rank != 0:
@@ -377,10 +379,10 @@ class DistributedOptimizer:
         return step, extra
 
     @property
-    def training(self) -> str:
-        """Internal: what distinguishes the checkpoints of this training from those of others in a directory. Equal on
-        all ranks after `restore`, with which another training begins."""
-        return self._about["training"]
+    def training_id(self) -> str:
+        """Internal: identifies a training in the manifests of its checkpoints; text. `restore` and `load_state_dict`
+        assign a new one. Equal on all ranks after `restore`."""
+        return self._meta["training"]
 
     def saving(self, params: Any, extra: Any, copy: bool = False) -> Callable[[str], str]:
         """Internal, for a session: return a function that writes a checkpoint of this moment into a directory, and

@@ -222,35 +222,34 @@ class Overlap:
             self._order_streams(given.values)
         problem = given.problem
         if self._given or self.has_order:
-            problem = problem or self._problem or self._shared_memory(given.tensors, given.values)
+            problem = problem or self._problem or self._shared_memory_problem(given.tensors, given.values)
         if self.has_order:
             problem = problem or self._mismatch(given.tensors, given.values)
         elif not problem:
             positions = {tensor.name: index for index, tensor in enumerate(given.tensors)}
             problem = next((_unknown(name, list(positions)) for name in self._given if name not in positions), "")
-            problem = problem or self._another_array(positions, given.values)
+            problem = problem or self._other_array_problem(positions, given.values)
         return given._replace(problem=problem)
 
-    def _another_array(self, positions: dict[str, int], values: Sequence[Any]) -> str:
-        """Name a gradient of reduce() that is not the one of step(); "" if there is none."""
-        others = (
-            name for name, grad in self._given.items() if name in positions and values[positions[name]] is not grad
-        )
-        name = next(others, None)
-        return "" if name is None else f"reduce({name!r}) got another array than step(); pass the same array to both"
+    def _other_array_problem(self, positions: dict[str, int], values: Sequence[Any]) -> str:
+        """Return the error text if step() got another array than reduce(); "" if not."""
+        for name, grad in self._given.items():
+            index = positions.get(name)
+            if index is not None and values[index] is not grad:
+                return f"reduce({name!r}) got another array than step(); pass the same array to both"
+        return ""
 
-    def _shared_memory(self, tensors: Sequence[Tensor], values: Sequence[Any]) -> str:
-        """Name two gradients that share memory, one of them passed to reduce(); "" if there are none."""
+    def _shared_memory_problem(self, tensors: Sequence[Tensor], values: Sequence[Any]) -> str:
+        """Return the error text if two gradients share memory, and one was passed to reduce(); "" if not."""
         host = [(t.name, v) for t, v in zip(tensors, values, strict=True) if isinstance(v, np.ndarray)]
         there = [(t.name, v) for t, v in zip(tensors, values, strict=True) if gpu.is_device(v) and t.elements]
         starts = gpu.addresses([value for _, value in there])
-        pairs = [(host[i][0], host[j][0]) for i, j in arguments.overlaps([value for _, value in host])]
+        pairs = [(host[i][0], host[j][0]) for i, j in arguments.memory_conflicts([value for _, value in host])]
         pairs += [(there[i][0], there[j][0]) for i, j in arrays.overlapping_ranges([(at, at + 1) for at in starts])]
-        given = [(first, second) for first, second in pairs if first in self._given or second in self._given]
-        return "".join(
-            f"'{first}' and '{second}' share memory, which reduce() changes for both; pass a copy of one"
-            for first, second in given[:1]
-        )
+        for first, second in pairs:
+            if first in self._given or second in self._given:
+                return f"'{first}' and '{second}' share memory, which reduce() changes for both; pass a copy of one"
+        return ""
 
     def needs_all_gradients(self, samples: int | None) -> bool:
         """Complete the opening. Return whether a rank needs all gradients before any is changed. Collective."""
@@ -316,7 +315,7 @@ class Overlap:
         """Describe a difference between the gradients of step() and of reduce(); "" if there is none."""
         if list(tensors) != self._tensors:
             return "step() has other gradients, by name, shape or dtype, than the step that set the order of gradients"
-        if problem := self._another_array(self._positions, values):
+        if problem := self._other_array_problem(self._positions, values):
             return problem
         present = [(index, value) for index, value in enumerate(values) if value is not None]
         return next(filter(None, (self._wrong_device(index, value) for index, value in present)), "")

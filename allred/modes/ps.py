@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from allred import arena, arrays, log, nest, world
 from allred.arrays import Array
 from allred.comm import functions
-from allred.comm.arguments import overlaps
+from allred.comm.arguments import memory_conflicts
 from allred.errors import AllredError, CollectiveTimeout, DriftError, InputError, NonFiniteError, ShutdownError
 from allred.fusion import Tensor
 from allred.modes import ps_payload
@@ -43,14 +43,14 @@ _NONE: list[int] = []
 
 
 class PsMode(Mode):
-    """Mode ps of one optimizer on a worker. about: for the manifest of checkpoints."""
+    """Mode ps of one optimizer on a worker. meta: for the manifest of checkpoints."""
 
     is_lockstep = False
     skipped = 0
     waited_s = 0.0
 
-    def __init__(self, optimizer: Any, options: StepOptions, clipper: Clipper, about: dict[str, str]) -> None:
-        self._optimizer, self._options, self._clipper, self._about = optimizer, options, clipper, about
+    def __init__(self, optimizer: Any, options: StepOptions, clipper: Clipper, meta: dict[str, str]) -> None:
+        self._optimizer, self._options, self._clipper, self._meta = optimizer, options, clipper, meta
         self._title = f"{options.name}.step()"
         self._pushed: Any = None  # the hyperparameters that the servers have; None: those they were started with
         self._lr = PushedLearningRate(optimizer, self._title)
@@ -92,8 +92,8 @@ class PsMode(Mode):
     def _connect(self, title: str, params: Any, tensors: list[Tensor], leaves: list[Any]) -> None:
         """Register with the servers at the first call. Later, check that these are the parameters of the servers."""
         host_leaves = self._staging.host_targets(leaves)
-        for first, second in overlaps(host_leaves):
-            raise InputError(f"{title}: {ps_payload.overlap_problem(tensors[first].name, tensors[second].name)}")
+        for first, second in memory_conflicts(host_leaves):
+            raise InputError(f"{title}: {ps_payload.shared_memory_problem(tensors[first].name, tensors[second].name)}")
         if self._client is not None:
             if tensors != self._tensors:
                 what = ps_payload.difference(tensors, self._tensors)
@@ -147,8 +147,8 @@ class PsMode(Mode):
         return client
 
     def _agree_on_start(self, params: Any, check: bool = False) -> None:
-        """Worker 0 sends its parameters to the servers, with the optimizer's state at the first time; the others wait
-        for that. check: theirs must be equal."""
+        """Worker 0 sends its parameters to the servers, in the first call also the optimizer's state. The others wait.
+        check: raise DriftError if their parameters differ."""
         values = self._staging.download([leaf for _, leaf in nest.leaves(params)])
         digest = nest.digest(nest.rebuild(params, values)) if check or self._context.worker == 0 else ""
         if self._context.worker == 0:
@@ -321,7 +321,7 @@ class PsMode(Mode):
             self._send_state()
 
     def _send_state(self) -> None:
-        """Worker 0: send the state of its own optimizer, which is never stepped, to the servers, which adopt it."""
+        """Worker 0: set the optimizer's state at the servers to that of the local optimizer."""
         self._servers.call_each([protocol.LoadState(*state) for state in self._states()])
         self._has_sent_state = True
 
@@ -381,7 +381,7 @@ class PsMode(Mode):
     def _end(self) -> NoReturn:
         """A rank was asked to stop: one worker writes a checkpoint, then all leave the training loop."""
         root, client = self._context.config.checkpoint_dir, self._servers
-        save = self._final_save or (None if root == "none" else lambda: client.save(root, self._about))
+        save = self._final_save or (None if root == "none" else lambda: client.save(root, self._meta))
         result = "no checkpoint_dir is set, so nothing was saved"
         is_saver = client.begin_drain()
         if is_saver and save is not None:
@@ -397,7 +397,7 @@ class PsMode(Mode):
         if self._client is None:
             raise InputError(f"{self._options.name}.save(): the servers have no parameters yet; call broadcast(params)")
         client = self._client
-        return lambda directory: client.save(directory, self._about, extra)
+        return lambda directory: client.save(directory, self._meta, extra)
 
     @property
     def update_interrupted(self) -> bool:

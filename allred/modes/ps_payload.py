@@ -72,12 +72,15 @@ def difference(tensors: Sequence[Tensor], known: Sequence[Tensor]) -> str:
     return f"there are {len(tensors)}, not {len(known)}"
 
 
-def overlap_problem(first: str, second: str) -> str:
-    """Describe parameters, by name, that share memory; the same name twice for one whose elements do."""
-    what = f"parameters '{first}' and '{second}' share memory" if first != second else f"elements of '{first}' do"
+def shared_memory_problem(first: str, second: str) -> str:
+    """Return the error text for parameters that share memory. second: equal to `first` if the parameter has several
+    elements in the same memory."""
+    what = f"parameters '{first}' and '{second}' share memory"
+    if first == second:
+        what = f"parameter '{first}' has several elements in the same memory"
     return (
-        f"{what}. The servers would update them separately, and one gradient "
-        "would be lost; give such a parameter once, with the sum of its gradients"
+        f"{what}. The servers would update them separately, and one gradient would be lost; pass this memory once, "
+        "with the sum of its gradients"
     )
 
 

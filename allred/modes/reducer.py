@@ -18,7 +18,7 @@ import numpy as np
 from allred import arena, arrays, native, world
 from allred.arrays import Array
 from allred.comm import functions, ops
-from allred.comm.arguments import overlaps
+from allred.comm.arguments import memory_conflicts
 from allred.comm.device_buckets import ReduceRequest
 from allred.comm.device_reduce import PreparedReduction, ReductionResult
 from allred.comm.header import OwnFields
@@ -114,7 +114,7 @@ class Reducer:
             flags: 0 to 2**10 - 1. missing: whether this rank lacks a gradient.
             overlapped: whether this rank has passed gradients to opt.reduce().
             problem: why this rank's gradients cannot be used; all ranks raise it as InputError.
-            content_hash: of prepared gradients, see `prepare`; otherwise of the parameters in the `MovingWindow`. It
+            content_hash: of prepared gradients, see `prepare`; otherwise of the parameters in the `DriftWindow`. It
                 travels in the field `rows` of the header.
         """
         flags |= 0 if self._more_flags is None else self._more_flags.flags() << _MORE_FLAGS_SHIFT
@@ -357,7 +357,8 @@ def writable(tensors: Sequence[Tensor], values: Sequence[Any]) -> list[Any]:
     if known is not None and len({layout[0] for layout in known}) == len(values):
         return values
     usable = [index for index, value in enumerate(values) if isinstance(value, np.ndarray) and value.flags.writeable]
-    kept = set(usable) - {usable[second] for _, second in overlaps([values[index] for index in usable])}
+    pairs = memory_conflicts([values[index] for index in usable])
+    kept = set(usable) - {usable[second] for _, second in pairs}
     seen = set[int]()  # the addresses of arrays on GPUs
     return [
         _writable_on_gpu(value, tensor, seen) if gpu.is_device(value)

@@ -25,7 +25,7 @@ import numpy as np
 from allred import log, nest
 from allred.arrays import Array
 from allred.comm import functions, node_memory
-from allred.comm.arguments import overlaps
+from allred.comm.arguments import memory_conflicts
 from allred.comm.header import hash_text, mix
 from allred.fusion import Tensor
 from allred.optim.base import Optimizer, optimizer_kind, splittable
@@ -107,7 +107,7 @@ class ShardedUpdate:
         if len(leaves) != len(self._leaves) or not all(map(operator.is_, leaves, self._leaves)):
             layout = _layout(tensors, leaves)
         state = all(self._optimizer.has_slots(name, slots) for name, slots in self._shared_slots.items())
-        settings = f"state={'shared' if state and self._shared_slots else 'own'}"
+        settings = f"state={'shared' if state and self._shared_slots else 'per rank'}"
         title, note = f"{self._title}: sharded update", mix(layout.hash, self._blocks)
         everyone = functions.current().check("step", title, settings=settings, note=note).wait()  # and a barrier
         if len({each.note for each in everyone}) > 1:
@@ -212,8 +212,8 @@ class ShardedUpdate:
 
 
 class _ShardLayout(NamedTuple):
-    """How parameters are cut. hash: of the lines, which are equal on ranks that cut them in the same way.
-    cut: position of each tensor that is cut, by name. shared: those that the ranks of the node have in one memory."""
+    """Which tensors are updated in slices. lines: one for each tensor, equal on all ranks. hash: of the lines. cut:
+    {name: position} of the tensors that are sliced. shared: names of the tensors from `share`."""
 
     hash: int
     lines: list[str]
@@ -226,7 +226,7 @@ _NO_LAYOUT = _ShardLayout(0, [], {}, set())
 
 def _layout(tensors: Sequence[Tensor], leaves: Sequence[Any]) -> _ShardLayout:
     host = [index for index, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray)]
-    tied = {host[i] for pair in overlaps([leaves[index] for index in host]) for i in pair}
+    tied = {host[i] for pair in memory_conflicts([leaves[index] for index in host]) for i in pair}
     cut = {
         tensors[i].name: i
         for i in host
@@ -234,8 +234,8 @@ def _layout(tensors: Sequence[Tensor], leaves: Sequence[Any]) -> _ShardLayout:
     }
     shared = {name for name, index in cut.items() if node_memory.is_shared(leaves[index])}
     lines = [
-        f"{tensor._replace(dtype=leaf.dtype)}{', tied' * (index in tied)}{', cut' * (tensor.name in cut)}"
-        f"{', of opt.share()' * (tensor.name in shared)}"
+        f"{tensor._replace(dtype=leaf.dtype)}{', overlapping memory' * (index in tied)}"
+        f"{', sharded' * (tensor.name in cut)}{', from opt.share()' * (tensor.name in shared)}"
         for index, (tensor, leaf) in enumerate(zip(tensors, leaves, strict=True))
     ]
     return _ShardLayout(hash_text("\n".join(lines)), lines, cut, shared)
@@ -248,12 +248,15 @@ def _bound(element: int, count: int) -> int:
 
 
 def share(params: Any, title: str) -> Any:
-    """Return a nest like `params`, with arrays that the ranks of a node have in one memory; `params` itself if that is
-    impossible. Collective. The values are those of the first rank of each node. Arrays that share memory stay as they
-    are."""
+    """Copy `params` to memory that all ranks of a node map, and return the nest of the new arrays. Collective.
+
+    The values are those of the first rank of each node. Arrays that overlap another array of `params` (tied weights),
+    and leaves that are not plain numpy arrays, are returned unchanged: each rank keeps its own. Returns `params` itself
+    if the ranks of a node cannot share memory.
+    """
     named = nest.leaves(params)
     eligible = [leaf for _, leaf in named if type(leaf) is np.ndarray]
-    tied = {id(eligible[i]) for pair in overlaps(eligible) for i in pair}  # each rank keeps these
+    tied = {id(eligible[i]) for pair in memory_conflicts(eligible) for i in pair}  # each rank keeps these
     eligible = [leaf for leaf in eligible if id(leaf) not in tied]
     lines = [f"{name}{', tied' * (id(leaf) in tied)} {getattr(leaf, 'shape', ())}" for name, leaf in named]
     functions.current().check("parameters", title, lines).wait()  # all ranks allocate the same arrays

@@ -96,7 +96,7 @@ def _all_have(flag: int, agreement: Agreement) -> bool:
 
 
 class SyncMode(Mode):
-    """Mode sync of one optimizer. about: for the manifest of checkpoints. owner: the `DistributedOptimizer`.
+    """Mode sync of one optimizer. meta: for the manifest of checkpoints. owner: the `DistributedOptimizer`.
     more_flags: see `Reducer`."""
 
     is_lockstep = True
@@ -109,11 +109,11 @@ class SyncMode(Mode):
         optimizer: Any,
         options: StepOptions,
         clipper: Clipper,
-        about: dict[str, str],
+        meta: dict[str, str],
         owner: Owner,
         more_flags: ReductionFlags | None,
     ) -> None:
-        self._optimizer, self._options, self._clipper, self._about = optimizer, options, clipper, about
+        self._optimizer, self._options, self._clipper, self._meta = optimizer, options, clipper, meta
         self._title = options.title
         self._reducer = Reducer(options, self._title, more_flags)
         self._checks = MistakeChecks(options, self._title, optimizer)
@@ -271,7 +271,7 @@ class SyncMode(Mode):
                 checkpoint.whole(name, np.array(to_host(leaf)) if copy else to_host(leaf))
                 for name, leaf in nest.leaves(params)
             ]
-        meta: dict[str, Any] = {"optimizer": None, **self._about}
+        meta: dict[str, Any] = {"optimizer": None, **self._meta}
         if isinstance(self._optimizer, Optimizer):
             slots = state.pop("slots")
             entries += [

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from allred.arrays import DTYPES, Array, overlaps
+from allred.arrays import DTYPES, Array, pairs_sharing_memory
 
 # The constants of hashes (csrc/scan.h), and the bytes per block: numpy's temporaries for a block stay in the cache.
 _HASH_A, _HASH_B = np.uint32(0x9E3779B1), np.uint32(0x85EBCA77)
@@ -167,7 +167,7 @@ def match(tensors: list[Any], params: list[Any], grads: list[Any]) -> bool:
 def disjoint(group: list[Any]) -> bool:
     """Whether these are writable, contiguous numpy arrays that share no memory. See csrc/match.c."""
     usable = all(type(array) is np.ndarray and array.flags.writeable and array.flags.forc for array in group)
-    return usable and next(overlaps(group), None) is None
+    return usable and next(pairs_sharing_memory(group), None) is None
 
 
 def hash_window(group: list[Any], starts: bytes, step: int) -> int | None:

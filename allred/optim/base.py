@@ -201,8 +201,8 @@ class Optimizer(ABC):
 
     @property
     def kind(self) -> str:
-        """Name of the class, for messages and in checkpoints, which can be restored by an optimizer of this kind only.
-        A class may have another `kind`, such as its former name."""
+        """Name of the class, in messages and checkpoints. A checkpoint can be restored only by an optimizer of the same
+        kind; a renamed class may set `kind` to its former name."""
         return type(self).__name__
 
     def hyperparameters(self) -> Any:
@@ -338,9 +338,11 @@ class Optimizer(ABC):
         self._known = None
 
     def check_state(self, params: Mapping[str, Array], state: Mapping[str, Any], is_same_kind: bool) -> None:
-        """Raise InputError if a state is that of another optimizer. Compares the slots of the smallest parameter.
-        params: by name. is_same_kind: whether the state is known to be of this kind; else one that counts updates must
-        have slots if this optimizer has some."""
+        """Raise InputError if `state` is of another optimizer. Compares the slots of the smallest parameter.
+
+        params: by name. state: a result of `state_dict`. is_same_kind: whether the checkpoint names this `kind`. If
+        not, a state with updates but without slots is refused if this optimizer has slots.
+        """
         slots = state["slots"]
         known = [name for name in params if name in slots]
         if known or (params and state["global_step"] and not is_same_kind):
@@ -406,8 +408,8 @@ def _convert_slots(who: str, name: str, loaded: Slots, fresh: Slots) -> Slots:
     for slot, array in fresh.items():
         if is_float_tensor(loaded[slot]) and not is_float_tensor(array):
             raise InputError(
-                f"{who}: slot {slot!r} of parameter {name!r} is {describe(loaded[slot])} in the state, but must be "
-                f"{describe(array)}; restore the state of the same optimizer"
+                f"{who}: slot {slot!r} of parameter {name!r} must be {describe(array)}, but is "
+                f"{describe(loaded[slot])} in the state; restore the state of the same optimizer"
             )
     return {slot: np.array(loaded[slot], dtype=array.dtype, like=array) for slot, array in fresh.items()}
 

@@ -199,8 +199,9 @@ class Control:
         entries = []
         for index, piece in enumerate(shard.layout.pieces):
             tensor = shard.layout.tensors[piece.tensor]
-            own = {checkpoint.stored_slot(tensor.name, slot): data for slot, data in slots.get(index, {}).items()}
-            for slot, data in {"": shard.parameter(index), **own}.items():
+            held = slots.get(index, {})
+            stored_slots = {checkpoint.stored_slot(tensor.name, slot): data for slot, data in held.items()}
+            for slot, data in {"": shard.parameter(index), **stored_slots}.items():
                 whole = data.size != piece.stop - piece.start
                 shape, start, stop = (data.shape, 0, data.size) if whole else (tensor.shape, piece.start, piece.stop)
                 entry = checkpoint.Entry(tensor.name, slot, data.dtype.name, shape, start, stop)

@@ -114,7 +114,7 @@ class LoadState(ControlRequest, title="the optimizer's state"):
 
 
 class InitialParameters(ControlRequest, title="the parameters to start from"):
-    """Worker 0 announces parameters, which follow as a push, by their hash."""
+    """Worker 0 sends the hash of the initial parameters; the parameters follow as a push."""
 
     digest: str
 

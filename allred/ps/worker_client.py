@@ -369,8 +369,8 @@ class Client:
         """The version at server 0 of this worker's parameters, from the last pull or broadcast."""
         return self._links[0].version
 
-    def save(self, root: str, about: dict[str, str], extra: Any = None) -> str:
-        """Write a checkpoint in `root` and return its path. about: for its manifest. extra: an object that is pickled
+    def save(self, root: str, meta: dict[str, str], extra: Any = None) -> str:
+        """Write a checkpoint in `root` and return its path. meta: for its manifest. extra: an object that is pickled
         into it."""
         title = f"a checkpoint in {root}"
         entry = None if extra is None else checkpoint.pickled_extra(extra)
@@ -380,8 +380,8 @@ class Client:
             others = [protocol.Save(directory)] * (len(self._links) - 1)
             saved = self.call_each([protocol.Save(directory, entry), *others], title)
             versions = [version for *_, version in saved]
-            meta = {**about, "optimizer": saved[0][1], "versions": versions}
-            path = str(checkpoint.commit(directory, step, [shard for shard, *_ in saved], meta))
+            manifest = {**meta, "optimizer": saved[0][1], "versions": versions}
+            path = str(checkpoint.commit(directory, step, [shard for shard, *_ in saved], manifest))
         except BaseException:
             checkpoint.abandon(directory)
             raise

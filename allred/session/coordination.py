@@ -166,7 +166,10 @@ def tracked(params: Any, optimizer: Any, more: dict[str, Any]) -> tuple[Any, Dis
     _check_optimizer(value)
     nest, others = value.session_parts(params)
     if both := sorted(others.keys() & more.keys()):
-        raise InputError(f"session.track({both[0]}=...): this name is in use for the params; choose another name")
+        raise InputError(
+            f"session.track({both[0]}=...): the name {both[0]!r} is reserved for buffers and untrained parameters of "
+            "the torch module passed as params; choose another keyword"
+        )
     return nest, value, {**others, **more}
 
 

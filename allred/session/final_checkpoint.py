@@ -3,9 +3,9 @@
 1  Without an error: all ranks are at the end of the same step (mode ps: of their own). The chief writes, and all ranks
    receive the result.
 2  After an exception: the rank that raised it writes. In mode sync its parameters equal those of all ranks, unless an
-   update was interrupted. If the current step has made its update, nothing is written: hooks, and the rest of the
-   loop's body, have not seen it, so training that resumes behind it would differ from one that was not interrupted. If
-   several ranks fail at once, one of them writes, and the others wait for it.
+   update was interrupted. If the failure comes after the update and before all hooks have run, nothing is written: a
+   resumed training would lack the calls of the hooks. If several ranks fail at once, one of them writes, and the others
+   wait for it.
 3  Ranks that wait for the writing rank, in a collective or because they have failed too, wait without a time limit; so
    does the end of the job (allred.watch.wait.busy). The same holds for a periodic checkpoint that is being written.
 4  In allred.join(): the rank that joined last writes, if it has made updates that the chief lacks, with its position in
@@ -112,30 +112,31 @@ def write_after_error(
 ) -> str | None:
     """Write the final checkpoint on the rank that raised `error`, if its parameters are those of a complete step.
 
-    is_unfinished: whether the current step has made its update, but has not ended. token: identifies the session, equal
-    on all ranks. Returns the path if this rank has written it, else None.
+    is_unfinished: whether the current step has updated the parameters, or its end has begun, and not all hooks have
+    run. token: identifies the session, equal on all ranks. Returns the path if this rank has written it, else
+    None.
     """
     with wait.busy():
         saver.wait()  # the checkpoint that is being written may be the newest
         if isinstance(error, _NOT_SAVED):
             return None
-        reason = "the current step has made its update, but has not ended" if is_unfinished else ""
+        reason = "the current step failed after its update, or in a hook" if is_unfinished else ""
         if optimizer.session_support.update_interrupted:
             reason = "an update was interrupted"
         if reason:
-            _report_no_checkpoint(f"{reason}; the newest checkpoint is the one before")
+            _report_no_checkpoint(f"{reason}; the newest checkpoint is of an earlier step")
             return None
         try:
             step = optimizer.session_support.latest_step()
-            return _write_once(saver, step, optimizer.training, token, capture)
+            return _write_once(saver, step, optimizer.training_id, token, capture)
         except AllredError as failure:
             _report_no_checkpoint(str(failure))
     return None
 
 
 def _write_once(saver: Saver, step: int, training: str, token: str, capture: Capture) -> str | None:
-    """Write the checkpoint of `step`, or wait for the rank that writes it. Raises AllredError. training: one that other
-    trainings have written does not count, such as a damaged one that was not restored."""
+    """Write the checkpoint of `step`, or wait for the rank that writes it. Raises AllredError. training: identifier of
+    this training. A checkpoint of the same step that another training wrote is replaced, for example a damaged one."""
     if checkpoint.has(saver.directory, step, training):
         return None
     claim = os.path.join(saver.directory, f".step-{step:08d}.{token}.0.tmp")

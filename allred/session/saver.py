@@ -261,7 +261,7 @@ class SessionState:
         self._data = data if has_state(data) else None
         self._more = {f"'{name}'": value for name, value in more.items()}
         self._hooks = [hook for hook in hooks if has_state(hook)]
-        self._position = self._data_position()  # behind the last batch that an update used
+        self._position = self._data_position()  # after the last batch that an update used
         self._left_out: set[str] = set()
         for title, get_state in self._parts(None):
             _pickle(title, get_state)

@@ -53,7 +53,7 @@ class Session:
     log_steps: steps between log lines; a terminal shows a progress line (allred.session.Logging); None: no lines.
     wait_for_chief_s: time limit in seconds for the chief's restore.
 
-    SIGTERM, SIGUSR1 and a first Ctrl-C end the loop on all ranks after the current step; the program continues behind
+    SIGTERM, SIGUSR1 and a first Ctrl-C end the loop on all ranks after the current step; the program continues after
     the session.
 
     Raises InputError for invalid arguments, NotInitializedError before allred.init().
@@ -87,7 +87,7 @@ class Session:
         self._stop_reason, self._stop_request = "", ""  # why the loop ends; why this rank asks for it
         self._in_step = self._entered = self._done = False
         self._is_ending = False  # whether the end of a step has begun, and not all hooks have returned
-        self._due_savers: list[Saver] = []  # of hooks that asked for a checkpoint of the step that is ending
+        self._due_savers: list[Saver] = []  # savers that hooks have requested during `after_step`
         self._outer_error: BaseException | None = None  # the exception that was being handled when the session began
         self._is_fresh = False  # mode ps: whether the parameters were pulled for the first step
         self._step_begin = 0  # the global step when the current step began
@@ -301,8 +301,8 @@ class Session:
             self.optimizer.session_support.request_stop()
 
     def _end_step(self, alone: bool = False) -> None:
-        """End the current step. Collective in mode sync, unless `alone`: then this rank has its own values, and a
-        checkpoint is not due."""
+        """End the current step. Collective in mode sync, unless `alone`: then report only the values of this rank,
+        without a collective, and write no periodic checkpoint."""
         self._note_step()
         optimizer, self._is_ending, self._due_savers = self.optimizer, True, []
         due = self.is_chief and bool(self._saver.directory) and not alone and self._saver.due(self.step)
@@ -326,7 +326,8 @@ class Session:
                 self.save_by(self._saver, randoms)
 
     def _is_unfinished(self) -> bool:
-        """Whether the current step has made its update, or its end has begun, and not all hooks have seen it."""
+        """Return whether the current step has updated the parameters, or its end has begun, and not all hooks have
+        run."""
         return self._is_ending or (self._in_step and self.optimizer.global_step != self._step_begin)
 
     def _note_step(self) -> None:
@@ -338,8 +339,8 @@ class Session:
     # Checkpoints.
 
     def save_by(self, saver: Saver, randoms: Any = None) -> None:
-        """For hooks, on the chief, after a step: write a checkpoint of the current state with this Saver, in
-        `after_step` when all hooks have seen the step."""
+        """Write a checkpoint of the current state. For hooks, on the chief, after a step. A call within `after_step`
+        writes when all hooks have run."""
         if self._is_ending:
             self._due_savers.append(saver)
             return

@@ -12,21 +12,22 @@ from allred.torch.uncompiled import skip_frames
 
 
 class GradientObserver(Protocol):
-    """Is called by the hooks, which do not keep it alive."""
+    """Receives the calls of the hooks, which hold a weak reference to it."""
 
     def on_gradient(self, name: str, parameter: Any) -> None:
         """Note that a gradient of the current backward pass is complete."""
 
 
 class GradientHooks:
-    """marks: whether gradients are reduced once (reduced_marks.py)."""
+    """Hooks on the parameters of one optimizer. marks: whether each gradient may be reduced only once
+    (reduced_marks.py)."""
 
     def __init__(self, marks: bool) -> None:
         self._marks = marks
         self._handles: dict[int, tuple[torch.Tensor, list[Any]]] = {}  # by id of the parameter, which is kept
 
     def add(self, observer: GradientObserver, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Attach hooks to parameters that have none. Those that do not require a gradient now may later."""
+        """Attach hooks to parameters that have none, including frozen ones, which may be unfrozen later."""
         reference = weakref.ref(observer)
         for name, parameter in named:
             if id(parameter) not in self._handles and _can_train(parameter):
@@ -54,7 +55,7 @@ def _can_train(parameter: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def _requiring_gradient(parameter: torch.Tensor) -> Iterator[None]:
-    """torch registers hooks of a parameter that requires a gradient only, and keeps them when it no longer does."""
+    """Set `requires_grad` temporarily: torch accepts hooks only then, and keeps them after it is reset."""
     required = parameter.requires_grad
     parameter.requires_grad_(True)
     try:

@@ -194,8 +194,9 @@ class HookedOptimizer(ModuleCheckpoints):
         backward.overlaps = False
         if not self._sync_mode().cancel_reduce():
             backward.problem = (
-                f"the backward pass has added to the gradient of '{name}' after it was sent; call zero_grad() and "
-                "repeat it: from now on gradients are sent at the end of backward passes, as with ALLRED_OVERLAP=never"
+                f"the backward pass has added to the gradient of '{name}' after it was sent, for example because "
+                "reentrant checkpoints share a module; call zero_grad() and repeat the backward pass. From now on this "
+                "rank sends gradients at the end of a backward pass, as with ALLRED_OVERLAP=never"
             )
 
     def backward_failed(self) -> None:
@@ -212,12 +213,12 @@ class HookedOptimizer(ModuleCheckpoints):
         if failed.names:
             if not self._sync_mode().cancel_reduce():
                 problem = "an exception has ended the backward pass after gradients were sent"
-                with contextlib.suppress(InputError), self._ends_at_error():
+                with contextlib.suppress(InputError), self._reset_step_on_error():
                     self._step({}, {}, None, problem)
             self._samples = SampleCount()
 
     def _trained(self) -> dict[str, Any]:
-        """Return the trained parameters by name."""
+        """Return {name: parameter} of the parameters that `is_trained` accepts."""
         return {name: parameter for name, parameter in self._adapter.named_parameters() if is_trained(parameter)}
 
     def decide_overlap(self) -> bool:
@@ -251,13 +252,13 @@ class HookedOptimizer(ModuleCheckpoints):
 
     def reduce_all(self) -> None:
         """Internal: replace the gradients by their mean over the ranks. Collective."""
-        with self._ends_at_error():
+        with self._reset_step_on_error():
             self._reduce_all()
 
     @contextlib.contextmanager
-    def _ends_at_error(self) -> Iterator[None]:
-        """Begin a new step after an error, which all ranks raise, some in a backward pass and others in `step`. What
-        the ranks have agreed on may differ then, such as after a parameter that one rank has frozen."""
+    def _reset_step_on_error(self) -> Iterator[None]:
+        """On an error, which all ranks raise, discard the step and all agreements between the ranks (order of
+        gradients, sparse parameters): they may differ then, for example if one rank has frozen a parameter."""
         try:
             yield
         except AllredError:
@@ -339,7 +340,7 @@ class HookedOptimizer(ModuleCheckpoints):
 
     def _compare(self) -> None:
         """Compare the gradients between the ranks, if they were not reduced in the same way on all."""
-        with self._ends_at_error(), functions.within(self.process_set):
+        with self._reset_step_on_error(), functions.within(self.process_set):
             self.reduction_agreement.compare(self._adapter.reduced_gradients)
 
     def _end_step(self) -> None:
@@ -411,7 +412,7 @@ class HookedOptimizer(ModuleCheckpoints):
         return bool(self._next.micro_samples)
 
     def forget_gradients(self) -> None:
-        """Internal: drop the gradients of an incomplete step: they are of other parameters than those restored."""
+        """Internal: drop accumulated gradients; they belong to the parameters before the restore."""
         if self._next.micro_samples:
             self._next, self.samples = NextStep(), None
             for _, parameter in self._adapter.named_parameters():

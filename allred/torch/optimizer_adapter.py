@@ -19,10 +19,10 @@ from allred.errors import InputError
 from allred.optim.base import Optimizer
 from allred.optim.step_input import Slots
 from allred.ps import context
-from allred.torch.optimizer_state import from_slots, load_in_place, put, to_slots
+from allred.torch.optimizer_state import assign_in_place, from_slots, load_in_place, to_slots
 from allred.torch.pulled_parameters import PulledParameters
 from allred.torch.replaced_methods import dereference, weak_method
-from allred.torch.sparse import SparseGradients, coalesced
+from allred.torch.sparse import SparseGradients, coalesce_gradient
 from allred.torch.tensors import as_array, as_tensor, copy_like
 
 _NOT_HYPERPARAMETERS = ("params", "param_names")
@@ -121,17 +121,17 @@ class OptimizerAdapter(Optimizer):
         return {name: self._view(name, parameter) for name, parameter in self.named_parameters()}
 
     def record_pull(self) -> None:
-        """Mode ps: note that the parameters are those of the servers."""
+        """Mode ps, after a pull: store version and sample of each parameter, with which `check_pulled` compares."""
         self._pulled.record(self.named_parameters(), self.views())
 
     def check_pulled(self, title: str) -> None:
         """Mode ps: raise InputError if the program has changed a parameter since `record_pull`."""
         if (name := self._pulled.changed(self.named_parameters(), self.views())) is not None:
             raise InputError(
-                f"{title}: the program has changed the parameter '{name}' since the last step. In mode ps the next "
-                "pull would overwrite the change, because the servers have the parameters. To keep it, make it in the "
-                "step() of the optimizer's class, which the servers run, before broadcast(), or in mode sync; to drop "
-                "it, call optimizer.allred.pull()"
+                f"{title}: the program has changed the parameter '{name}' since the last pull. In mode ps the servers "
+                "own the parameters, and the next pull would overwrite the change. To keep it, change the parameter "
+                "before broadcast(), or in the step() method of the optimizer's class, which the servers run, or use "
+                "mode sync. To discard it, call optimizer.allred.pull()"
             )
 
     def _view(self, name: str, parameter: torch.Tensor) -> Any:
@@ -163,7 +163,8 @@ class OptimizerAdapter(Optimizer):
         for name, parameter in self.named_parameters():
             if parameter.grad is not None:
                 if parameter.grad.is_sparse:
-                    found[name] = as_array(parameter.grad.to_dense() if dense else coalesced(parameter).values())
+                    values = parameter.grad.to_dense() if dense else coalesce_gradient(parameter).values()
+                    found[name] = as_array(values)
                 else:
                     found[name] = self.gradient(name, parameter)
         return found
@@ -248,7 +249,7 @@ class OptimizerAdapter(Optimizer):
             )
         for group, given in zip(own, groups, strict=True):
             for key, value in given.items():
-                group[key] = put(group.get(key), value)
+                group[key] = assign_in_place(group.get(key), value)
 
     @property
     def lr(self) -> float:
@@ -388,8 +389,8 @@ class UntrainedTensors:
         for name, value in state.items():
             if not torch.can_cast(value.dtype, own[name].dtype):
                 raise InputError(
-                    f"buffer or untrained parameter '{name}' is {value.dtype} in the checkpoint, but {own[name].dtype} "
-                    "in the module, which cannot hold its values; make it the same dtype"
+                    f"buffer or untrained parameter '{name}' is {own[name].dtype} in the module, which cannot hold the "
+                    f"{value.dtype} values of the checkpoint; create it in the module with dtype {value.dtype}"
                 )
         for name, value in state.items():
             own[name].copy_(value)

@@ -118,15 +118,16 @@ def _value(slots: dict[str, Any], kinds: dict[str, str], path: str) -> Any:
 def load_in_place(
     optimizer: torch.optim.Optimizer, state: dict[str, Any], load: Callable[[Any], None] | None = None
 ) -> None:
-    """As `load(state)`, by default `optimizer.load_state_dict(state)`, but tensors of the optimizer, such as a learning
-    rate that the program changes, get the new values, and are not replaced. Parameter groups remain the same dicts. New
-    tensors have the strides of their parameter, because fused updates use both in the order of their memory."""
+    """Load a state dict into the existing tensors. load: the function that loads it, by default
+    `optimizer.load_state_dict`. Tensors of parameter groups and state, and the dicts of the groups, keep their
+    identity. Fused optimizers read parameter, gradient and state in memory order, so all must have the same strides."""
     groups, before = optimizer.param_groups, dict(optimizer.state)
     (load or optimizer.load_state_dict)(state)
     for group, loaded in zip(groups, optimizer.param_groups, strict=True):
         for key in set(group) - set(loaded):
             del group[key]
-        group |= {key: value if key == "params" else put(group.get(key), value) for key, value in loaded.items()}
+        for key, value in loaded.items():
+            group[key] = value if key == "params" else assign_in_place(group.get(key), value)
     optimizer.param_groups = groups
     used = {_memory(parameter) for group in groups for parameter in group["params"]}
     for parameter in filter(optimizer.state.__contains__, itertools.chain(*(group["params"] for group in groups))):
@@ -134,7 +135,7 @@ def load_in_place(
         for key, value in slots.items():
             if isinstance(old.get(key), torch.Tensor) and (memory := _memory(old[key])) not in used:  # not shared
                 used.add(memory)
-                slots[key] = put(old[key], value)
+                slots[key] = assign_in_place(old[key], value)
             if slots[key] is value:
                 slots[key] = _laid_out_like(parameter, value)
 
@@ -153,12 +154,12 @@ def _memory(tensor: torch.Tensor) -> int | None:
     return (tensor.untyped_storage().data_ptr() or None) if tensor.layout is torch.strided else None
 
 
-def put(old: Any, new: Any) -> Any:
-    """Return `new`; but where `old`, or an element of a list or tuple, is a tensor, this tensor with the value of
-    `new`, if shape and dtype fit.
+def assign_in_place(old: Any, new: Any) -> Any:
+    """Copy `new` into the tensor `old`, also within lists and tuples, and return `old`. Return `new` where `old` is no
+    tensor, or shape or dtype differ.
 
     >>> rate = torch.tensor(1.0)
-    >>> put((rate, 2), [0.5, 3]), rate
+    >>> assign_in_place((rate, 2), [0.5, 3]), rate
     ((tensor(0.5000), 3), tensor(0.5000))
     """
     if isinstance(old, torch.Tensor):
@@ -170,7 +171,7 @@ def put(old: Any, new: Any) -> Any:
             old.detach().fill_(new)
             return old
     if isinstance(old, (list, tuple)) and isinstance(new, (list, tuple)):
-        made = [put(*pair) for pair in itertools.zip_longest(old[: len(new)], new)]
+        made = [assign_in_place(*pair) for pair in itertools.zip_longest(old[: len(new)], new)]
         return tuple(made) if isinstance(old, tuple) else made
     return new
 

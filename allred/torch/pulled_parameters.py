@@ -1,8 +1,8 @@
-"""Finds changes that the program makes to parameters between two steps of mode ps: the next pull would overwrite them.
+"""Detects changes that the program makes to parameters in mode ps, which the next pull would overwrite.
 
-In-place operations of torch (`add_`, `copy_`) count in `_version`, and `parameter.data = x` moves the memory. In-place
-operations on `parameter.data` do neither, so 64 to 127 elements of each tensor on the host are compared, others after
-each step. The pulls write through numpy, which torch does not count.
+In-place operations of torch (`add_`, `copy_`) increment `_version`, and `parameter.data = x` changes the address.
+In-place operations on `parameter.data` do neither: for these, 64 to 127 elements of each host tensor are compared,
+other elements in each step. Pulls write through numpy and do not increment `_version`.
 """
 
 import dataclasses
@@ -29,14 +29,15 @@ class _Pulled:
 
 
 class PulledParameters:
-    """The parameters of one optimizer, as the last exchange with the servers has left them."""
+    """Versions and samples of the parameters of one optimizer after the last pull."""
 
     def __init__(self) -> None:
         self._known: dict[str, _Pulled] = {}
         self._offset = 0
 
     def record(self, named: list[tuple[str, torch.Tensor]], views: dict[str, Any]) -> None:
-        """Note all parameters. views: arrays over their memory, the same objects while it is the same."""
+        """Store version and sample of all parameters. views: arrays over their memory, the same objects while it is
+        the same."""
         self._offset = offset = self._offset + 1
         for name, parameter in named:
             known = self._known.get(name)

@@ -31,7 +31,7 @@ class ReductionAgreement:
 
     def begin_step(self) -> None:
         """Call after an update, and where an error has ended a step on all ranks."""
-        self._number = 0  # of reductions since the last update
+        self._number = 1  # of the next reduction since the last update
         self._differs = False  # whether the ranks have differed in `in_step` or `has_local`
 
     def flags(self) -> int:
@@ -41,11 +41,12 @@ class ReductionAgreement:
         """Raises InputError if the ranks reduce gradients of different steps."""
         numbers = [flag % _NUMBERS for flag in flags]
         if len(set(numbers)) > 1:
-            texts = [f"reduction {number + 1} since the last update" for number in numbers]
+            texts = [f"reduction number {number} (modulo {_NUMBERS}) since the last update" for number in numbers]
             raise InputError(
-                f"{self._title}: the ranks reduce gradients of different steps: {by_rank(texts, ranks)}; all ranks "
-                "must call backward() outside of no_sync(), and step(), equally often. Correct this; to continue here, "
-                "call opt.allred.broadcast() and opt.zero_grad() on all ranks, because some have made an update more"
+                f"{self._title}: the ranks reduce gradients of different steps: {by_rank(texts, ranks)}. All ranks "
+                "must make the same number of backward passes outside of no_sync(), and call step() equally often. To "
+                "continue after this error, call optimizer.allred.broadcast() and optimizer.zero_grad() on all ranks, "
+                "because some ranks may have made one update more"
             )
         self._differs = self._differs or len({flag // _NUMBERS for flag in flags}) > 1
         self._number += 1
@@ -60,18 +61,18 @@ class ReductionAgreement:
         """
         if not self._differs:
             return
-        title = f"{self._title} after gradients that some ranks lacked or added in no_sync()"
+        title = f"{self._title}: comparison of the reduced gradients"
         fields = functions.current().check("step", title, note=drift.fingerprint(_parts(gradients(False)))).wait()
         if len({each.note for each in fields}) == 1:
             return
         tables = functions.allgather_object(drift.table(_parts(gradients(True))), title)
-        odd = [name for _, name in drift.differing(tables)]
+        odd = [name for _, name in drift.differing_parts(tables)]
         if odd:
             raise InputError(
-                f"{self._title}: the reduced gradients of '{odd[0]}' differ between the ranks. Some ranks lacked "
-                "gradients or used no_sync(), so that they were reduced in step(), and the program has changed the "
-                "gradients on the other ranks after backward(). Clip with allred.distributed(optimizer, clip_norm=...) "
-                "or compute gradients on all ranks, such as by adding 0 * parameter.sum() to the loss"
+                f"{self._title}: the reduced gradients of '{odd[0]}' differ between the ranks. Some ranks had no "
+                "gradients, or used no_sync(), and reduced in step(); on the other ranks the program changed the "
+                "gradients between backward() and step(). To clip, pass clip_norm to allred.distributed(); for other "
+                "changes, compute gradients on all ranks, for example by adding 0 * parameter.sum() to the loss"
             )
 
 

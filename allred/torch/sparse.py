@@ -20,8 +20,8 @@ class SparseGradients:
         self.names: frozenset[str] = frozenset()
 
     def agree_on_names(self, parameters: dict[str, torch.Tensor], title: str) -> None:
-        """Agree on the names of the parameters that have sparse gradients on any rank, or had them when they last had
-        any. Collective."""
+        """Agree on the names of parameters with sparse gradients on any rank. Collective. A rank without a gradient
+        keeps the previous result for this parameter."""
         here = [name for name, parameter in parameters.items() if self._was_sparse(name, parameter)]
         everyone = functions.allgather_object(here, f"{title}: which gradients are sparse")
         self.names = frozenset().union(*everyone)
@@ -45,7 +45,7 @@ class SparseGradients:
         without gradient. The gradient becomes coalesced."""
         if parameter.grad is None:
             return None
-        values = coalesced(parameter).values()
+        values = coalesce_gradient(parameter).values()
         made = values.abs().max().reshape(1) if values.numel() else values.new_zeros(1)
         return as_array(made)
 
@@ -76,8 +76,9 @@ class SparseGradients:
             own[...] = value
 
 
-def coalesced(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the sparse gradient of a parameter, coalesced in place: it is not after an operation such as `mul_`."""
+def coalesce_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """Coalesce the sparse gradient of a parameter in place and return it. In-place operations such as `mul_` clear the
+    coalesced flag."""
     grad = parameter.grad
     assert grad is not None
     if not grad.is_coalesced():

@@ -94,8 +94,9 @@ def copy_to_tensor(array: Array) -> torch.Tensor:
 
 
 def copy_like(parameter: torch.Tensor, value: Any) -> torch.Tensor:
-    """Return a gradient of a parameter, with its strides, dtype and device, as torch makes them. Fused optimizers use
-    both in the order of their memory. value: an array, or a dense tensor; of complex numbers, or as real numbers.
+    """Return a gradient of a parameter, with its strides, dtype and device, as torch makes them. Fused optimizers read
+    parameter, gradient and state in memory order, so all must have the same strides. value: an array, or a dense
+    tensor; of complex numbers, or as real numbers.
 
     >>> copy_like(torch.zeros(2, 3).t(), np.ones((3, 2), np.float32)).stride()
     (1, 3)

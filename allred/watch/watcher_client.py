@@ -58,7 +58,7 @@ class Verdict:
 class WatcherClient:
     """The connection of one rank, and the messages that it has received."""
 
-    _ignores_usr1 = False  # the connection of an earlier world has set SIG_IGN for SIGUSR1, which its program has not
+    _ignores_usr1 = False  # whether an earlier world, not the program, has set SIG_IGN for SIGUSR1
 
     def __init__(self, name: str, hello: dict[str, Any], counters: int, prints: bool, warn_s: float) -> None:
         """Connect. counters: the descriptor of their memory, or -1. prints: whether this rank prints if the watcher
@@ -105,8 +105,8 @@ class WatcherClient:
 
     @classmethod
     def restore_usr1(cls) -> None:
-        """Undo at the start of a world what the connection of an earlier one has set: a session takes SIG_IGN for a
-        choice of the program."""
+        """At the start of a world, restore SIG_DFL if an earlier world set SIG_IGN for SIGUSR1. A session would assume
+        that the program has set it, and not handle the signal."""
         if cls._ignores_usr1 and signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN:
             with contextlib.suppress(ValueError):  # not the main thread
                 signal.signal(signal.SIGUSR1, signal.SIG_DFL)

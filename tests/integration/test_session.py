@@ -222,7 +222,7 @@ def test_an_update_that_is_cut_short_is_no_step(tmp_path):
     result = run(tmp_path, torn=5, save_steps=4, at=4, awaits="step-00000004")
     assert result.code == 1, result.text
     assert steps_in(tmp_path) == [4], result.text
-    assert "an update was interrupted; the newest checkpoint is the one before" in result.err, result.text
+    assert "an update was interrupted; the newest checkpoint is of an earlier step" in result.err, result.text
 
 
 @pytest.mark.parametrize("mpi", MPIS)

@@ -422,7 +422,7 @@ def test_a_checkpoint_of_another_model_is_an_error_on_all_ranks(rank, size, tmp_
     """After which they go on together."""
     opt, params = allred.distributed(optim.SGD(lr=0.1)), {"w": np.ones(3, np.float32)}
     opt.save(tmp_path, params)
-    with pytest.raises(allred.CheckpointError, match=r"is of another model: 'v' \(3,\) is not in it"):
+    with pytest.raises(allred.CheckpointError, match=r"is of another model: parameter 'v' .* but is not in it;"):
         opt.restore(tmp_path, {"v": np.ones(3, np.float32)})
     assert opt.restore(tmp_path, params) == 0
 

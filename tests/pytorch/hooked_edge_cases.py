@@ -204,7 +204,7 @@ def a_gradient_that_changes(outside, model, opt, other, plain):
         if overlaps() and step == 3:
             opt.zero_grad()
             message = raised(InputError, lambda: loss(model, batch(3), 2).backward())
-            assert "after it was sent; call zero_grad() and repeat it" in message
+            assert "a module; call zero_grad() and repeat the backward pass" in message
         times = 2 if step == 3 else 1
         train(model, opt, batch(step), lambda m, d, times=times: loss(m, d, times))
         train(other, plain, joined(step), lambda m, d, times=times: loss(m, d, times))

@@ -168,7 +168,7 @@ def test_a_save_after_a_rollback_is_the_newest(back, tmp_path, capfd):
     opt.save(tmp_path, params)
     assert names(tmp_path) == ["step-00000003"]
     assert len([name for name in os.listdir(tmp_path) if ".outdated-" in name]) == 2
-    assert capfd.readouterr().err.count("of another training; it is renamed to step-0000000") == 2
+    assert capfd.readouterr().err.count("which was just saved; renamed to step-0000000") == 2
     again, other = trained(sgd(), 0)
     assert other.restore(tmp_path, again) == 3
     assert again["w"].tolist() == [-8, -8, -8]
@@ -251,7 +251,7 @@ def test_a_slot_of_integers_does_not_take_floats(tmp_path):
     params, opt = trained(lambda: Floats(lr=1.0))
     opt.save(tmp_path, params)
     own, other = trained(lambda: OddBytes(lr=1.0), 0)
-    with pytest.raises(CheckpointError, match=r"slot '' of parameter 'w' is a float64 .* but must be a uint8"):
+    with pytest.raises(CheckpointError, match=r"slot '' of parameter 'w' must be a uint8 .* but is a float64"):
         other.restore(tmp_path, own)
 
 
@@ -304,7 +304,7 @@ def test_parameters_hold_the_values_or_it_is_an_error(container, saved, dtype, f
         assert opt.restore(tmp_path, container(own)) == 0
         np.testing.assert_array_equal(own, saved.astype(dtype))
         return
-    words = f"is {saved.dtype} there, with values that the parameter, which is {dtype}, cannot hold"
+    words = f"is {dtype} in this model, which cannot hold the {saved.dtype} values of the checkpoint"
     with pytest.raises(CheckpointError, match=words):
         opt.restore(tmp_path, container(own))
     assert (own == 1).all()

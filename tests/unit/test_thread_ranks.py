@@ -117,7 +117,7 @@ def test_process_sets():
     assert threads(3, in_sets) == [[2.0, 2.0], [], [2.0, 2.0, 2.0]]
 
 
-def test_ranks_of_a_process_set_have_their_numbers_of_all_ranks():
+def test_ranks_of_a_process_set_keep_their_global_ranks():
     def in_set():
         group = allred.ProcessSet([1, 2])
         if not group.included():

@@ -88,19 +88,19 @@ def _comparable(value: Array) -> Array:
     return value
 
 
-def differing(tables: list[Table]) -> list[tuple[str, str]]:
+def differing_parts(tables: list[Table]) -> list[tuple[str, str]]:
     """Return kind and name of the parts that differ between ranks. tables: of all ranks."""
     keys = list(dict.fromkeys(key for each in tables for key in each))
     return [key for key in keys if len({each.get(key) for each in tables}) > 1]
 
 
-def first_values(
+def describe_first_differences(
     parts: Sequence[Part], keys: list[tuple[str, str]], ranks: Sequence[int], exchange: Callable[[Any], list[Any]]
 ) -> dict[tuple[str, str], str]:
-    """Describe the first element that differs of the arrays that an error names. Collective.
+    """Return {part: text} with index and values of the first element that differs, for the parts that the error names.
+    Collective. Called only after drift was found: two exchanges for each array (hashes of blocks, then one block).
 
-    keys: the result of `differing`. exchange: returns the objects of all ranks. Only ranks that drift apart call it, so
-    it may take two exchanges for each array: hashes of blocks, then the first block that differs.
+    keys: the result of `differing_parts`. exchange: gathers an object from all ranks.
     """
     own = {(part.kind, part.name): part.value for part in parts}
     found = {}
@@ -116,7 +116,7 @@ def first_values(
         at = next(i for i in range(len(values[0])) if len({row[i].tobytes() for row in values}) > 1)
         place = [int(index) for index in np.unravel_index(block * _BLOCK + at, own[key].shape)]
         texts = by_rank([str(row[at]) for row in values], ranks).replace(";", ",")
-        found[key] = f" (the first element, {place}, is {texts})"
+        found[key] = f" (first difference at index {place}: {texts})"
     return found
 
 
@@ -138,9 +138,9 @@ def verdict(
         outside: by rank: updates that its optimizer has made without its wrapper.
         ranks: the numbers of the ranks.
         missed: whether some ranks have missed steps because they had joined.
-        values: the result of `first_values`.
+        values: the result of `describe_first_differences`.
     """
-    keys = differing(tables)
+    keys = differing_parts(tables)
     if not keys:
         return ""
     words = [
@@ -175,7 +175,7 @@ def _remedy(keys: list[tuple[str, str]], equal_at: int, outside: list[int], rank
         return "Give every rank the same optimizer settings; they are not broadcast"
     if missed:
         return (
-            "Ranks that had joined have missed steps: behind the Join block call broadcast(params, root=joined.last), "
+            "Ranks that had joined have missed steps: after the Join block call broadcast(params, root=joined.last), "
             "and before it broadcast(params)"
         )
     if not equal_at:

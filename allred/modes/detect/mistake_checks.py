@@ -20,7 +20,7 @@ from allred.comm.header import mix
 from allred.errors import DriftError, InputError, NonFiniteError
 from allred.fusion import Plan
 from allred.gpu.device_arrays import leading_bytes
-from allred.modes.detect import drift, finite, moving_window
+from allred.modes.detect import drift, drift_window, finite
 from allred.modes.detect.batch_arguments import BatchArguments
 from allred.modes.options import StepInput, StepOptions
 
@@ -45,7 +45,7 @@ class MistakeChecks:
         self._updates = None if optimizer is None else updates_of(optimizer)
         self._duplicates = DuplicateBatch(title)
         self._batches = BatchArguments(title)
-        self._window = moving_window.MovingWindow()
+        self._window = drift_window.DriftWindow()
         self._compares = False  # whether the ranks compare parameters in the current step
         self.samples: int | None = None  # of the current step on this rank
         self._found: dict[str, str] = {}  # gradients of the current step that are not finite, in `scan_bucket`
@@ -96,7 +96,7 @@ class MistakeChecks:
             self._batches.compare(self.steps + 1)
         if any(flag & _CHECK for flag in flags):
             self._duplicates.compare(self._compare_ranks(plan, values, params))
-        elif moving_window.differ(windows):
+        elif drift_window.windows_differ(windows):
             self._compare_ranks(plan, values, params)
         self.steps += 1
         if any(flag & finite.NONFINITE for flag in flags):
@@ -126,7 +126,7 @@ class MistakeChecks:
     ) -> bool:
         """As `passes` and `passes_reduced`, for gradients that were scanned by `scan_bucket`, or checked by their
         reductions."""
-        if moving_window.differ(windows):
+        if drift_window.windows_differ(windows):
             self._compare_ranks(plan, values, params)
         self.steps += 1
         if any(flag & finite.NONFINITE for flag in flags):
@@ -188,9 +188,9 @@ class MistakeChecks:
         tables, counts, steps, equal_at = (list(each) for each in zip(*everyone, strict=True))
         ranks = functions.current().active.ranks
         missed_steps = len(set(steps)) > 1  # by ranks that had joined
-        title = f"{self._title}: where it differs"
-        values = drift.first_values(
-            parts, drift.differing(tables), ranks, lambda mine: functions.allgather_object(mine, title)
+        title = f"{self._title}: search for the first difference"
+        values = drift.describe_first_differences(
+            parts, drift.differing_parts(tables), ranks, lambda mine: functions.allgather_object(mine, title)
         )
         if problem := drift.verdict(tables, max(steps), max(equal_at), counts, ranks, missed_steps, values):
             raise DriftError(f"{self._title}: {problem}")
@@ -198,8 +198,7 @@ class MistakeChecks:
 
 _HASHED_BYTES = 2**16  # of each gradient
 _IN_A_ROW = 3
-# The last reduction in this process, if it made different gradients equal: its DuplicateBatch, one of its arrays, and
-# the hash of this array.
+# One array of the last reduction in this process, if gradients differed before it: (DuplicateBatch, array, hash).
 _averaged: list[tuple[weakref.ref[Any], weakref.ref[Any], int]] = []
 
 
@@ -226,8 +225,8 @@ class DuplicateBatch:
             total = mix(total, hashed)
         again = any(
             wrapper() is not self
-            and any(value is array() and h == mean for value, h in zip(present, hashes, strict=True))
-            for wrapper, array, mean in _averaged
+            and any(value is array() and h == mean_hash for value, h in zip(present, hashes, strict=True))
+            for wrapper, array, mean_hash in _averaged
         )
         return total >> 33 << 1 | again
 
@@ -249,8 +248,9 @@ class DuplicateBatch:
             )
 
     def remember(self, values: Sequence[Any]) -> None:
-        """Note the reduced gradients. Those that were equal before the reduction may be written again with the same
-        values, for another optimizer, so they prove nothing."""
+        """Store the hash of one reduced array, to recognize gradients that are averaged twice. Gradients that were
+        equal on all ranks before the reduction are not stored: a program may write the same values again for another
+        optimizer."""
         _averaged.clear()
         for value in values if self._differed else ():
             if value is not None and (head := leading_bytes(value, _HASHED_BYTES)).size:

@@ -6,7 +6,7 @@ import pytest
 from allred import arrays, native, nest, optim
 from allred.errors import InputError
 from allred.fusion import Plan, Tensor
-from allred.modes.detect.moving_window import MovingWindow, differ
+from allred.modes.detect.drift_window import DriftWindow, windows_differ
 from allred.native import twins
 
 F4 = np.float32
@@ -244,7 +244,7 @@ def test_arrays_that_share_no_memory(disjoint):
     assert not disjoint([one, one[()], one.reshape(1), one.reshape(1, 1)])
     assert not disjoint([whole[2:], np.zeros(3), whole[:3]])
     assert not disjoint([whole, 1.0])
-    assert not disjoint([whole[:, ::2]])  # strided arrays are left to `overlaps`
+    assert not disjoint([whole[:, ::2]])  # strided arrays are left to `pairs_sharing_memory`
     assert not disjoint([np.frombuffer(bytes(8))])
 
 
@@ -266,7 +266,7 @@ def test_overlaps_are_those_of_the_elements():
         elements = [view.reshape(-1).tolist() for view in views]
         pairs = {(i, j) for i in range(len(views)) for j in range(i) if set(elements[i]) & set(elements[j])}
         repeated = {i for i, each in enumerate(elements) if len(set(each)) < len(each)}
-        found = set(arrays.overlaps(views))
+        found = set(arrays.pairs_sharing_memory(views))
         assert {(j, i) for i, j in found if i != j} == pairs
         assert repeated <= {i for i, j in found if i == j}
         assert not any(views[i].flags.forc for i, j in found if i == j)
@@ -294,7 +294,7 @@ def test_the_window_covers_each_element_once(order):
     random, shapes = np.random.default_rng(2), [(50, 30), (), (0, 4), (1023,), (700, 2), (1,)]
     params = [np.array(random.normal(size=shape), np.float32, order=order) for shape in shapes]
     plan = Plan(tuple(Tensor(str(i), param.shape, param.dtype) for i, param in enumerate(params)), 2**20)
-    window, windows = MovingWindow(), -(-sum(param.size for param in params) // 1024)
+    window, windows = DriftWindow(), -(-sum(param.size for param in params) // 1024)
 
     def hashes(plain):
         return [window.hash(step, plan, params, params, plain) for step in range(windows)]
@@ -321,4 +321,4 @@ def test_the_window_covers_each_element_once(order):
     ],
 )
 def test_only_ranks_that_lack_the_same_gradients_are_compared(hashes, expected):
-    assert differ(hashes) is expected
+    assert windows_differ(hashes) is expected

@@ -1,8 +1,6 @@
-"""`MovingWindow`: a hash of some parameters, of others in each step, which the ranks compare in the header of the step.
-
-A comparison of all parameters (drift.py) reads them all, so it is made in some steps only. Between these steps a
-window of 1024 elements moves over the parameters: a difference is found within (number of elements) / 1024 steps. The
-hash takes less than a microsecond, and the ranks exchange the header anyway.
+"""`DriftWindow`: each step hashes 1024 elements of the parameters, the next step the following 1024, and the ranks
+compare the hash in the header of the step. drift.py compares all parameters, which takes longer, so only some steps do
+it.
 """
 
 from collections.abc import Sequence
@@ -16,10 +14,10 @@ from allred.fusion import Plan
 from allred.gpu.device_arrays import is_device
 
 _ELEMENTS = 1024
-_PATTERN = 2**16 - 1  # the bits of a result that depend on which gradients this rank lacks, a hash of them
+_MISSING_BITS = 2**16 - 1  # low bits: a hash of the indices of the gradients that this rank lacks
 
 
-class MovingWindow:
+class DriftWindow:
     """The window over the parameters of one optimizer."""
 
     def __init__(self) -> None:
@@ -61,13 +59,12 @@ class MovingWindow:
         total = 0
         for found in native.hashes(parts):
             total = mix(total, found)
-        return total & ~_PATTERN | (hash_text(str(missing)) & _PATTERN if missing else 0)
+        return total & ~_MISSING_BITS | (hash_text(str(missing)) & _MISSING_BITS if missing else 0)
 
 
-def differ(hashes: Sequence[int]) -> bool:
-    """Return whether two ranks that lack the same gradients have different parameters in their windows. hashes: of all
-    ranks."""
+def windows_differ(hashes: Sequence[int]) -> bool:
+    """Return whether ranks that lack the same gradients have different hashes. hashes: by rank."""
     if len(set(hashes)) == 1:
         return False
     known = {found for found in hashes if found}
-    return len({found & _PATTERN for found in known}) < len(known)
+    return len({found & _MISSING_BITS for found in known}) < len(known)
