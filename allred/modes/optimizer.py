@@ -47,6 +47,8 @@ class DistributedOptimizer:
     result is the torch optimizer itself, with hooks (docs/torch-optimizer.md).
     """
 
+    _make_options = StepOptions
+
     def __new__(cls, *arguments: Any, **options: Any) -> Any:
         target = arguments[0] if arguments else options.get("optimizer")
         if cls is DistributedOptimizer and is_torch_optimizer(target):
@@ -59,7 +61,7 @@ class DistributedOptimizer:
     def __init__(self, optimizer: Any, op: ReduceOp = ReduceOp.AVERAGE, **options: Any) -> None:
         if isinstance(optimizer, type) or not callable(getattr(optimizer, "step", None)):
             raise TypeError(f"DistributedOptimizer takes an object with step(params, grads), got {optimizer!r}")
-        self._options = StepOptions(op=op, **options)
+        self._options = self._make_options(op=op, **options)
         self.optimizer, self.name, self.process_set = optimizer, self._options.name, self._options.process_set
         self._step_within = functions.within(self.process_set)
         self._accumulator = Accumulator(self._options.accumulate)

@@ -108,7 +108,8 @@ class SyncMode(Mode):
     ) -> None:
         self._optimizer, self._options, self._clipper, self._about = optimizer, options, clipper, about
         self._title = options.title
-        self._reducer = Reducer(options, self._title, getattr(owner, "reduction_agreement", None))
+        make_reducer = getattr(owner, "new_reducer", Reducer)
+        self._reducer: Reducer = make_reducer(options, self._title, getattr(owner, "reduction_agreement", None))
         self._checks = MistakeChecks(options, self._title, optimizer)
         self._overlap: Overlap | None = None  # after the first opt.reduce() of any rank
         self._timer, self._not_in_place = StepTimer(), NotInPlace(options.compression)

@@ -87,7 +87,7 @@ class HookedOptimizer(ModuleCheckpoints):
         self._backward, self._next = BackwardPass(), NextStep()
         self.reduction_agreement = ReductionAgreement(options.title)
         self._is_local = False  # inside of no_sync()
-        self._marks = options.op is ReduceOp.SUM or options.scaler is not None  # gradients are reduced once
+        self._marks = options.op is not ReduceOp.AVERAGE or options.scaler is not None  # gradients are reduced once
         # The parameters when sparse gradients were agreed on; None: not yet.
         self._agreed_layout: tuple[Any, ...] | None = None
         self._hooks = GradientHooks(self._marks)
