@@ -166,7 +166,7 @@ class HorovodRank(hooked.Rank):
         loss, had_pass = self.net.loss(one.loss), self.pending
         if loss.requires_grad and one.how != "none":
             before = self._gradients()
-            self.pending = True
+            self.pending = False  # after an error
             self.scale(loss).backward()
             self.pending = had_pass or (self.opt.allred is not None and self._gradients() != before)
         return loss
@@ -200,7 +200,13 @@ class HorovodRank(hooked.Rank):
             self.opt.load_state_dict(copy.deepcopy(self.opt.state_dict()))
         super().zero_grad(set_to_none)
 
+    def recover(self, root: int) -> None:
+        self.pending = False
+        super().recover(root)
+
     def broadcast(self, action: Action) -> None:
+        if self.opt.allred is None:
+            return
         if self.set is not None or self.made.optimizer == "LBFGS" or not action.number:  # 0: join() needs it
             super().broadcast(action)
             return
@@ -211,7 +217,7 @@ class HorovodRank(hooked.Rank):
 
     def state(self, action: Action) -> None:
         self.zero_grad()
-        super().state(action)
+        super().state(action if self.opt.allred is not None else dataclasses.replace(action, number=0))
 
     def restore(self, action: Action) -> None:
         self.zero_grad()

@@ -68,6 +68,11 @@ class HorovodStep(HookedOptimizer):
     def decide_overlap(self) -> bool:
         return self._reduction.is_fused and super().decide_overlap()
 
+    @contextlib.contextmanager
+    def _ends_at_error(self) -> Iterator[None]:
+        with as_horovod_error(), super()._ends_at_error():
+            yield
+
     def reduce_all(self) -> None:
         with as_horovod_error():
             sparse = self._make_dense() if self._reduction.sparse_as_dense else []

@@ -59,7 +59,7 @@ def broadcast_optimizer_state(
     def take(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        tensors.append(value.contiguous())
+        tensors.append(value.to_dense().contiguous())  # the momentum of sparse gradients; torch takes dense too
         return _TENSOR, len(tensors) - 1
 
     state = _map(optimizer.state_dict(), take) if is_root else None
