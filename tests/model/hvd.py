@@ -153,7 +153,7 @@ def _call(rng: random.Random, members: tuple[int, ...], size: int) -> Call:
         op=op,
         before=rng.choice([1.0, 0.5, 2.0]) if scales else 1.0,
         after=rng.choice([1.0, 0.5, 2.0]) if scales and op != "Product" else 1.0,
-        compression=rng.choice(["", "", *COMPRESSIONS]) if kind not in MOVES and not form else "",
+        compression=rng.choice(["", "", *COMPRESSIONS]) if kind not in MOVES and not form and not wrong else "",
         name=rng.choice(NAMES),
         root=rng.choice(members),
         splits=rng.choice(["", "list", "int32", "int64"]),

@@ -78,6 +78,11 @@ def synchronizes(made: Scenario, action: Action) -> bool:
     return action.steps and not action.closure and (bool(action.number % 2) or made.scaler == "torch")
 
 
+def uses_horovod(made: Scenario, action: Action) -> bool:
+    """Whether the functions of Horovod broadcast, which are for all ranks. join() needs those of allred: number 0."""
+    return len(made.members) == made.size and made.optimizer != "LBFGS" and bool(action.number)
+
+
 class HorovodOracle(Oracle):
     def __init__(self, made: Scenario) -> None:
         super().__init__(made)
@@ -136,6 +141,10 @@ class HorovodOracle(Oracle):
     def forget(self) -> None:
         for rank in self.ranks:
             rank.restart()
+
+    def broadcast(self, action: Action) -> None:
+        if uses_horovod(self.made, action):
+            self.forget()
 
     def state(self, action: Action) -> None:
         self.zero_all(True)
@@ -207,13 +216,14 @@ class HorovodRank(hooked.Rank):
     def broadcast(self, action: Action) -> None:
         if self.opt.allred is None:
             return
-        if self.set is not None or self.made.optimizer == "LBFGS" or not action.number:  # 0: join() needs it
+        if not uses_horovod(self.made, action):
             super().broadcast(action)
             return
         self.spoil(root := action.number % self.made.size)
         forms = self.net.state_dict(), list(self.net.named_parameters()), list(self.net.parameters())
         hvd.broadcast_parameters(forms[action.number % 3], root_rank=root)
         hvd.broadcast_optimizer_state(self.opt, root_rank=root)
+        self.pending = False
 
     def state(self, action: Action) -> None:
         self.zero_grad()

@@ -36,6 +36,7 @@ class HorovodStep(HookedOptimizer):
         self, optimizer: torch.optim.Optimizer, reduction: GradientReduction, passes: int, names: dict[int, str]
     ) -> None:
         self._reduction = reduction
+        self._sparse_dims: dict[str, int] = {}  # by name: of sparse gradients that are reduced as dense ones
         self.is_synchronized = False  # by `synchronize`, since the last step
         self.should_synchronize = True  # in `step`
         self.calls_closure = False  # in `step`
@@ -75,22 +76,28 @@ class HorovodStep(HookedOptimizer):
 
     def reduce_all(self) -> None:
         with as_horovod_error():
-            sparse = self._make_dense() if self._reduction.sparse_as_dense else []
+            if self._reduction.sparse_as_dense:
+                self._make_dense()
             if self._reduction.op not in (Average, Sum):
                 self._backward.problem = self._backward.problem or self._operator_problem()
             super().reduce_all()
             self._average_over_joined()
-            for parameter in sparse:
-                parameter.grad = parameter.grad.to_sparse()
+            self._make_sparse_again()
 
-    def _make_dense(self) -> list[torch.Tensor]:
-        """Make sparse gradients dense. Return their parameters."""
-        found = []
-        for parameter in self._trained().values():
+    def _make_dense(self) -> None:
+        """Make sparse gradients dense, and note their parameters."""
+        for name, parameter in self._trained().items():
             if parameter.grad is not None and parameter.grad.is_sparse:
+                self._sparse_dims[name] = parameter.grad.sparse_dim()
                 parameter.grad = copy_like(parameter, parameter.grad.to_dense())
-                found.append(parameter)
-        return found
+
+    def _make_sparse_again(self) -> None:
+        """Undo `_make_dense`, also in steps in which this rank lacks such a gradient: torch cannot add a dense gradient
+        to a sparse momentum."""
+        if self._sparse_dims:
+            for name, parameter in self._trained().items():
+                if name in self._sparse_dims and parameter.grad is not None and not parameter.grad.is_sparse:
+                    parameter.grad = parameter.grad.to_sparse(self._sparse_dims[name])
 
     def _operator_problem(self) -> str:
         """Return why op=hvd.Min, Max or Product cannot reduce the gradients, or ""."""
@@ -116,6 +123,7 @@ class HorovodStep(HookedOptimizer):
         for name, parameter in self._trained().items():
             if parameter.grad is None:
                 parameter.grad = sparse.zeros(parameter) if name in sparse.names else torch.zeros_like(parameter)
+        self._make_sparse_again()
         self.is_synchronized = True
 
     def reduce_in_step(self) -> None:
