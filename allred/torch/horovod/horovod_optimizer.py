@@ -131,7 +131,7 @@ class HorovodStep(HookedOptimizer):
             super().reduce_in_step()
 
     def forget_gradients(self) -> None:
-        """Discard the gradients of an unfinished step."""
+        """Discard the gradients of an unfinished step; `zero_grad` is then allowed. `load_state_dict` calls it."""
         self._next = NextStep()
         self.is_synchronized, self.should_synchronize = False, True
 
@@ -194,12 +194,6 @@ class _HorovodMethods:
         self.backward_passes_per_step = _passes(passes)
         if self.allred is not None:
             self.allred.passes = passes
-
-    def load_state_dict(self, *arguments: Any, **options: Any) -> None:
-        """As in torch. Discards the gradients of an unfinished step; `zero_grad` is then allowed."""
-        if self.allred is not None:
-            self.allred.forget_gradients()
-        super().load_state_dict(*arguments, **options)  # type: ignore[misc]
 
     def zero_grad(self, *arguments: Any, **options: Any) -> None:
         """As in torch. Raises AssertionError after `backward()` and before `step()` or `synchronize()`, except in the
