@@ -1,8 +1,9 @@
-"""Marks gradients that must not be reduced again: sums over the ranks, results of Horovod's other operators, and gradients that were divided by the scale.
+"""Marks gradients that must not be reduced again: sums over the ranks, results of Horovod's other operators, and
+gradients that were divided by the scale.
 
 The mean of means is the mean, so a hooked optimizer may average a gradient again after each backward pass. With another
-operator or `scaler` it may not. The mark is an attribute of the gradient tensor, so it ends with the tensor and is valid for all
-optimizers that have the parameter.
+operator or `scaler` it may not. The mark is an attribute of the gradient tensor, so it ends with the tensor and is
+valid for all optimizers that have the parameter.
 
     no mark   a gradient of this rank, such as after zero_grad()
     REDUCED   by all ranks; equal on all. It is not reduced again

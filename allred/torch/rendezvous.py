@@ -44,7 +44,9 @@ def env_rendezvous(
     ):
         return None
     given = dict(urllib.parse.parse_qsl(urllib.parse.urlparse(url).query))
-    by_hand = os.environ.get("RANK") != _own_variables.get("RANK") or int(given.get("world_size", 1)) > 1  # for example by torch.multiprocessing.spawn
+    by_hand = (
+        os.environ.get("RANK") != _own_variables.get("RANK") or int(given.get("world_size", 1)) > 1
+    )  # for example by torch.multiprocessing.spawn
     if by_hand and launcher.launched_size(os.environ) == 1 and not world.is_initialized():
         return None  # torch says which variable is missing
     if not world.is_initialized():

@@ -281,7 +281,9 @@ class Run:
             options |= {"op": getattr(hvd, op), "prescale_factor": call.before, "postscale_factor": call.after}
             options |= {"compression": COMPRESSIONS[call.compression]} if not call.form else {}
         if kind == "broadcast":
-            wrong_root = next(rank for rank in (*call.members, call.root) if rank != call.root or len(call.members) == 1)
+            wrong_root = next(
+                rank for rank in (*call.members, call.root) if rank != call.root or len(call.members) == 1
+            )
             options["root_rank"] = wrong_root if self.is_odd and call.wrong == "root" else call.root
         if kind == "alltoall" and (call.splits or call.wrong == "splits"):
             rows = sent(call, self.rank)
@@ -327,7 +329,7 @@ class Run:
         exact = call.op != "Average" or call.kind in MOVES
         for number, got in enumerate(self.results):
             want = expected(call, self.rank, number)
-            if differs(got, want, exact and not got.dtype.is_floating_point or call.kind in MOVES):
+            if differs(got, want, (exact and not got.dtype.is_floating_point) or call.kind in MOVES):
                 return f"tensor {number} is {got}, expected {want}"
             if call.in_place and got is not self.given[number]:
                 return f"result {number} is another tensor"
@@ -371,9 +373,9 @@ class Run:
 
     def sparse(self) -> str:
         def of(rank: int) -> torch.Tensor:
-            return value(self.call, rank, 0) * (torch.arange(value(self.call, rank, 0).numel()) % 3 == rank % 3).reshape(
-                value(self.call, rank, 0).shape
-            )
+            return value(self.call, rank, 0) * (
+                torch.arange(value(self.call, rank, 0).numel()) % 3 == rank % 3
+            ).reshape(value(self.call, rank, 0).shape)
 
         if not self.inputs[0].ndim:
             return ""

@@ -20,8 +20,7 @@ from hooked_plans import Action, Pass, Scenario
 from torch_nets import wide
 
 import allred.torch as hvd
-from allred.errors import InputError, MismatchError
-
+from allred.errors import MismatchError
 
 EXTREME = ("Min", "Max", "Product")
 
@@ -59,8 +58,6 @@ def scenario(rng: random.Random, size: int) -> Scenario:
     )
     actions = [_action(made, action) for action in made.actions if size > 1 or action.kind not in ("save", "restore")]
     return dataclasses.replace(made, actions=tuple(actions))
-
-
 
 
 def _action(made: Scenario, action: Action) -> Action:
@@ -244,7 +241,9 @@ class HorovodRank(hooked.Rank):
         return {} if self.opt.allred is None else super().counters
 
 
-def check(made: Scenario, directory: pathlib.Path, sets: dict[tuple[int, ...], Any]) -> Iterator[tuple[str, str | None]]:
+def check(
+    made: Scenario, directory: pathlib.Path, sets: dict[tuple[int, ...], Any]
+) -> Iterator[tuple[str, str | None]]:
     def rank(*arguments: Any) -> HorovodRank:
         return HorovodRank(*arguments, sets[made.members])
 

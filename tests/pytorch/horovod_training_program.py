@@ -422,7 +422,9 @@ def sparse_gradients_that_ranks_lack():
             plain.zero_grad()
             if hvd.rank() in ranks:
                 model(torch.tensor([0, hvd.rank()])).sum().backward()
-            (sum((other(torch.tensor([0, rank])).sum() for rank in ranks), 0 * other.weight.sum()) / hvd.size()).backward()
+            (
+                sum((other(torch.tensor([0, rank])).sum() for rank in ranks), 0 * other.weight.sum()) / hvd.size()
+            ).backward()
             optimizer.step()
             plain.step()
             equal(model, other)

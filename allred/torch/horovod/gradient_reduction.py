@@ -1,5 +1,8 @@
-"""How `DistributedOptimizer` reduces gradients (`GradientReduction`), and the reducer for compressors of the program and
-gradient_predivide_factor (`CompressedReducer`)."""
+"""How `DistributedOptimizer` reduces gradients (`GradientReduction`).
+
+`CompressedReducer` is for compressors of the program and gradient_predivide_factor. All else of a step of mode sync,
+such as its checks, is the same.
+"""
 
 import dataclasses
 from typing import Any, ClassVar

@@ -27,6 +27,7 @@ from allred.torch.horovod.process_sets import ProcessSet, check_initialized, glo
 from allred.torch.replaced_methods import NO_COPY
 from allred.torch.tensors import copy_like
 
+
 class HorovodStep(HookedOptimizer):
     """The distributed part of a torch optimizer, with Horovod's rules for `synchronize` and `step`."""
 
@@ -49,7 +50,7 @@ class HorovodStep(HookedOptimizer):
         )
         super().__init__(optimizer, options, names)
 
-    def new_reducer(self, *arguments: Any) -> Reducer:  # type: ignore[override]
+    def new_reducer(self, *arguments: Any) -> Reducer:
         return Reducer(*arguments) if self._reduction.is_fused else CompressedReducer(self._reduction, *arguments)
 
     @property
@@ -102,7 +103,9 @@ class HorovodStep(HookedOptimizer):
     def _operator_problem(self) -> str:
         """Return why op=hvd.Min, Max or Product cannot reduce the gradients, or ""."""
         for name, parameter in self._trained().items():
-            kind = "complex" if parameter.is_complex() else "sparse" if getattr(parameter.grad, "is_sparse", False) else ""
+            kind = (
+                "complex" if parameter.is_complex() else "sparse" if getattr(parameter.grad, "is_sparse", False) else ""
+            )
             if kind:
                 return f"op=hvd.{self._reduction.op.value}: '{name}' is {kind}; use op=hvd.Average or hvd.Sum"
         return ""
