@@ -23,7 +23,7 @@ from allred.modes.load_checkpoint import load_newest
 from allred.modes.match import Accumulator, Matcher, SampleCount, parameter
 from allred.modes.options import Mode, SessionSupport, StepInput, StepOptions
 from allred.modes.ps import PsMode
-from allred.modes.reducer import ReductionFlags
+from allred.modes.reducer import Reducer
 from allred.modes.sync import SyncMode, has_state
 from allred.optim.base import optimizer_kind
 from allred.ps import context
@@ -49,7 +49,7 @@ class DistributedOptimizer:
     result is the torch optimizer itself, with hooks (docs/torch-optimizer.md).
     """
 
-    more_flags: ReductionFlags | None = None  # see `Reducer`
+    _make_options = StepOptions
 
     def __new__(cls, *arguments: Any, **options: Any) -> Any:
         target = arguments[0] if arguments else options.get("optimizer")
@@ -63,7 +63,7 @@ class DistributedOptimizer:
     def __init__(self, optimizer: Any, op: ReduceOp = ReduceOp.AVERAGE, **options: Any) -> None:
         if isinstance(optimizer, type) or not callable(getattr(optimizer, "step", None)):
             raise TypeError(f"DistributedOptimizer takes an object with step(params, grads), got {optimizer!r}")
-        self._options = StepOptions(op=op, **options)
+        self._options = self._make_options(op=op, **options)
         self.optimizer, self.name, self.process_set = optimizer, self._options.name, self._options.process_set
         self._step_within = functions.within(self.process_set)
         self._accumulator = Accumulator(self._options.accumulate)
@@ -110,8 +110,12 @@ class DistributedOptimizer:
             if not sync and self._options.compression is not Compression.none:
                 log.info(f"{self.name}: compression has no effect in mode ps: gradients are sent uncompressed")
             arguments = self.optimizer, self._options, self._clipper, self._meta
-            self._chosen = SyncMode(*arguments, self, self.more_flags) if sync else PsMode(*arguments)
+            self._chosen = SyncMode(*arguments, self, self.new_reducer()) if sync else PsMode(*arguments)
         return self._chosen
+
+    def new_reducer(self) -> Reducer:
+        """Internal: return the reducer of mode sync."""
+        return Reducer(self._options, self._options.title)
 
     @property
     def session_support(self) -> SessionSupport:

@@ -43,6 +43,7 @@ class StepOptions:
     placement: How | None = None
     use_locking: bool | None = None
     sharded: bool = False
+    ops: ClassVar[tuple[ReduceOp, ...]] = (ReduceOp.AVERAGE, ReduceOp.SUM)  # that `op` may be
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -70,7 +71,7 @@ class StepOptions:
             raise InputError(f"{self.name}: sharded={self.sharded!r} must be True or False")
         if self.placement is not None:
             check_placement(self.placement)
-        if self.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        if self.op not in self.ops:
             raise InputError(f"op={self.op!r} cannot combine gradients; use allred.Average or allred.Sum")
         if not isinstance(self.compression, Compression):
             raise InputError(f"compression={self.compression!r}: expected allred.Compression.none, .fp16 or .bf16")

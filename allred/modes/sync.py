@@ -27,7 +27,7 @@ from allred.modes.detect.mistake_checks import DEFERRED, PREPARED, MistakeChecks
 from allred.modes.not_in_place import NotInPlace
 from allred.modes.options import Mode, StepInput, StepOptions
 from allred.modes.overlap import Overlap
-from allred.modes.reducer import Agreement, Reducer, ReductionFlags, writable
+from allred.modes.reducer import Agreement, Reducer, writable
 from allred.modes.sharded import new_sharded_update, share
 from allred.optim.base import Optimizer
 from allred.timeline.recorder import span
@@ -96,8 +96,7 @@ def _all_have(flag: int, agreement: Agreement) -> bool:
 
 
 class SyncMode(Mode):
-    """Mode sync of one optimizer. meta: for the manifest of checkpoints. owner: the `DistributedOptimizer`.
-    more_flags: see `Reducer`."""
+    """Mode sync of one optimizer. meta: for the manifest of checkpoints. owner: the `DistributedOptimizer`."""
 
     is_lockstep = True
     update_interrupted = False
@@ -111,11 +110,11 @@ class SyncMode(Mode):
         clipper: Clipper,
         meta: dict[str, str],
         owner: Owner,
-        more_flags: ReductionFlags | None,
+        reducer: Reducer,
     ) -> None:
         self._optimizer, self._options, self._clipper, self._meta = optimizer, options, clipper, meta
         self._title = options.title
-        self._reducer = Reducer(options, self._title, more_flags)
+        self._reducer = reducer
         self._checks = MistakeChecks(options, self._title, optimizer)
         self._overlap: Overlap | None = None  # after the first opt.reduce() of any rank
         self._timer, self._not_in_place = StepTimer(), NotInPlace(options.compression)

@@ -27,6 +27,7 @@ from allred.errors import AllredError, InputError
 from allred.modes.clipping import UpdateClipper
 from allred.modes.match import Accumulator, SampleCount
 from allred.modes.options import StepOptions
+from allred.modes.reducer import Reducer
 from allred.modes.sync import SyncMode
 from allred.ps import context
 from allred.torch import reduced_marks
@@ -85,9 +86,9 @@ class HookedOptimizer(ModuleCheckpoints):
         self._accumulator = Accumulator(1)  # torch adds up the gradients of micro-steps
         self._clipper: UpdateClipper = UpdateClipper(options.clip_norm, options.scaler, self.name)
         self._backward, self._next = BackwardPass(), NextStep()
-        self.more_flags = self.reduction_agreement = ReductionAgreement(options.title)
+        self.reduction_agreement = ReductionAgreement(options.title)
         self._is_local = False  # inside of no_sync()
-        self._marks = options.op is ReduceOp.SUM or options.scaler is not None  # gradients are reduced once
+        self._marks = options.op is not ReduceOp.AVERAGE or options.scaler is not None  # gradients are reduced once
         # The parameters when sparse gradients were agreed on; None: not yet.
         self._agreed_layout: tuple[Any, ...] | None = None
         self._hooks = GradientHooks(self._marks)
@@ -300,6 +301,9 @@ class HookedOptimizer(ModuleCheckpoints):
             samples = sum(counts) if len(counts) == len(given) else None
             self._next.micro_samples = []
         return samples
+
+    def new_reducer(self) -> Reducer:
+        return Reducer(self._options, self._options.title, self.reduction_agreement)
 
     def _sync_mode(self) -> SyncMode:
         mode = self._get_mode()

@@ -1,8 +1,9 @@
-"""Marks gradients that must not be reduced again: sums over the ranks, and gradients that were divided by the scale.
+"""Marks gradients that must not be reduced again: sums over the ranks, results of Horovod's other operators, and
+gradients that were divided by the scale.
 
-The mean of means is the mean, so a hooked optimizer may average a gradient again after each backward pass. With op=Sum
-or `scaler` it may not. The mark is an attribute of the gradient tensor, so it ends with the tensor and is valid for all
-optimizers that have the parameter.
+The mean of means is the mean, so a hooked optimizer may average a gradient again after each backward pass. With another
+operator or `scaler` it may not. The mark is an attribute of the gradient tensor, so it ends with the tensor and is
+valid for all optimizers that have the parameter.
 
     no mark   a gradient of this rank, such as after zero_grad()
     REDUCED   by all ranks; equal on all. It is not reduced again
@@ -38,8 +39,8 @@ def refusal(parameters: dict[str, torch.Tensor], op: ReduceOp) -> str:
     mixed = marked(parameters, MIXED)
     if not mixed:
         return ""
-    cause = f"op=allred.Sum: '{mixed[0]}' has a sum over the ranks already"
-    if op is not ReduceOp.SUM:
+    cause = f"op=allred.{op.value}: '{mixed[0]}' was reduced over the ranks already"
+    if op is ReduceOp.AVERAGE:
         cause = f"scaler: '{mixed[0]}' was divided by the scale already"
     return (
         f"{cause}, and a later backward() has added a gradient of each rank; pass accumulate=2 to allred.distributed "

@@ -44,7 +44,9 @@ def env_rendezvous(
     ):
         return None
     given = dict(urllib.parse.parse_qsl(urllib.parse.urlparse(url).query))
-    by_hand = "RANK" in os.environ or int(given.get("world_size", 1)) > 1  # for example by torch.multiprocessing.spawn
+    by_hand = (
+        os.environ.get("RANK") != _own_variables.get("RANK") or int(given.get("world_size", 1)) > 1
+    )  # for example by torch.multiprocessing.spawn
     if by_hand and launcher.launched_size(os.environ) == 1 and not world.is_initialized():
         return None  # torch says which variable is missing
     if not world.is_initialized():
@@ -107,8 +109,12 @@ def _started_by_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
+_own_variables: dict[str, str] = {}  # that this module has set
+
+
 def _set_env_variables(environ: MutableMapping[str, str]) -> None:
     found = {"RANK": allred.rank(), "WORLD_SIZE": allred.size()}
     found |= {"LOCAL_RANK": allred.local_rank(), "LOCAL_WORLD_SIZE": allred.local_size()}
     for name, number in found.items():
-        environ.setdefault(name, str(number))
+        if environ.get(name) == _own_variables.get(name):  # not set by the program or a launcher
+            environ[name] = _own_variables[name] = str(number)

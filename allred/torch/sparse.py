@@ -52,7 +52,7 @@ class SparseGradients:
     def reduce(self, name: str, parameter: torch.Tensor, weight: float | None, average: bool) -> Any:
         """Replace a gradient that some rank has by its sum or mean over the ranks. Collective. Returns the array of its
         values. weight: factor of this rank's gradient, or None."""
-        grad = parameter.grad if parameter.grad is not None else _empty(parameter)
+        grad = parameter.grad if parameter.grad is not None else self.zeros(parameter)
         size, indices, values = functions.current().active.size, grad.indices(), grad.values()
         if weight is not None:
             values = values * weight if weight else torch.zeros_like(values)  # weight 0: zeros, because 0 * NaN is NaN
@@ -75,6 +75,13 @@ class SparseGradients:
         if not np.shares_memory(own, value):
             own[...] = value
 
+    @staticmethod
+    def zeros(parameter: torch.Tensor) -> torch.Tensor:
+        """Return a sparse gradient of a parameter without values."""
+        indices = torch.zeros((1, 0), dtype=torch.int64)
+        values = torch.zeros((0, *parameter.shape[1:]), dtype=parameter.dtype)
+        return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False).coalesce()
+
 
 def coalesce_gradient(parameter: torch.Tensor) -> torch.Tensor:
     """Coalesce the sparse gradient of a parameter in place and return it. In-place operations such as `mul_` clear the
@@ -91,9 +98,3 @@ def coalesce_gradient(parameter: torch.Tensor) -> torch.Tensor:
 
 def _is_sparse(parameter: torch.Tensor) -> bool:
     return parameter.grad is not None and parameter.grad.is_sparse
-
-
-def _empty(parameter: torch.Tensor) -> torch.Tensor:
-    indices = torch.zeros((1, 0), dtype=torch.int64)
-    values = torch.zeros((0, *parameter.shape[1:]), dtype=parameter.dtype)
-    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False).coalesce()

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import pathlib
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -38,13 +38,25 @@ class Rank:
         self.params = list(self.net.parameters())
         self.scaler = allred.GradScaler(8.0) if made.scaler == "allred" else None
         self.torch_scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if made.scaler == "torch" else None
-        everyone = made.members == tuple(range(made.size))
-        self.set = None if everyone else allred.ProcessSet(made.members)
-        options = made.options | ({} if everyone else {"process_set": self.set})
-        options |= {"scaler": self.scaler} if self.scaler else {}
+        self.set = None if made.members == tuple(range(made.size)) else allred.ProcessSet(made.members)
         self.opt = torch_optimizer(made, self.net)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.opt, 0.5) if made.schedule else None
-        allred.distributed(self.opt, **options)
+        self.distribute()
+
+    def distribute(self) -> None:
+        options = self.made.options | ({} if self.set is None else {"process_set": self.set})
+        allred.distributed(self.opt, **options | ({"scaler": self.scaler} if self.scaler else {}))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.opt.zero_grad(set_to_none=set_to_none)
+
+    def synchronized(self, action: Action) -> contextlib.AbstractContextManager[None]:
+        """Around what a step does after its backward passes."""
+        return contextlib.nullcontext()
+
+    @property
+    def counters(self) -> dict[str, Any]:
+        return {"global_step": self.opt.allred.global_step, "skipped": self.opt.allred.skipped}
 
     def scale(self, loss: torch.Tensor) -> Any:
         scaler = self.scaler or self.torch_scaler
@@ -61,7 +73,7 @@ class Rank:
     def step(self, action: Action) -> None:
         frozen = action.frozen_by == self.number and self.params[0].requires_grad
         if action.zero_first:
-            self.opt.zero_grad(set_to_none=action.zero_first == "none")
+            self.zero_grad(set_to_none=action.zero_first == "none")
         if frozen:
             self.params[0].requires_grad_(False)
         try:
@@ -77,6 +89,10 @@ class Rank:
             return
         for one in passes:
             self.backward(one)
+        with self.synchronized(action):
+            self._change_and_step(action, passes[-1].samples if passes else None)
+
+    def _change_and_step(self, action: Action, samples: int | None) -> None:
         if action.unscale:
             self.torch_scaler.unscale_(self.opt)
         for parameter in self.params:
@@ -85,8 +101,8 @@ class Rank:
                 parameter.grad = grad * action.factor if action.new_grads else grad.mul_(action.factor)
         if action.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.params, action.clip)
-        if action.steps:
-            self.opt.allred.samples = passes[-1].samples if passes else None
+        if action.steps and self.opt.allred is not None:
+            self.opt.allred.samples = samples
         if action.steps and self.torch_scaler is not None:
             self.torch_scaler.step(self.opt)
             self.torch_scaler.update()
@@ -106,17 +122,21 @@ class Rank:
 
     def recover(self, root: int) -> None:
         self.opt.allred.broadcast(None, root=self.made.members[root])
-        self.opt.zero_grad()
+        self.zero_grad()
 
     def broadcast(self, action: Action) -> None:
         root = self.made.members[action.number % len(self.made.members)]
+        self.spoil(root)
+        self.opt.allred.broadcast(self.net if action.number % 2 else None, root)
+
+    def spoil(self, root: int) -> None:
+        """Change parameters and learning rates on the other ranks."""
         if allred.rank() != root:
             with torch.no_grad():
                 for parameter in self.params:
                     parameter.fill_(99)
             for group in self.opt.param_groups:
                 group["lr"] = group["lr"].mul_(2) if isinstance(group["lr"], torch.Tensor) else group["lr"] * 2
-        self.opt.allred.broadcast(self.net if action.number % 2 else None, root)
 
     def state(self, action: Action) -> None:
         which = self.opt.allred if action.number % 2 else self.opt
@@ -136,7 +156,7 @@ class Rank:
         freeze(self.params, action.number)
 
     def zero(self, action: Action) -> None:
-        self.opt.zero_grad(set_to_none=bool(action.number % 2))
+        self.zero_grad(set_to_none=bool(action.number % 2))
 
     def copies(self, action: Action) -> None:
         for copied in (copy.copy, copy.deepcopy, pickle.dumps):
@@ -166,15 +186,16 @@ class Rank:
         with allred.Join():
             for _ in range((self.number + action.number) % 4):
                 self.step(action)
-        self.opt.zero_grad()
+        self.zero_grad()
 
 
-def check(made: Scenario, directory: pathlib.Path) -> Iterator[tuple[str, str | None]]:
+def check(
+    made: Scenario, directory: pathlib.Path, make_oracle: type[Oracle] = Oracle, make_rank: Callable[..., Rank] = Rank
+) -> Iterator[tuple[str, str | None]]:
     if allred.rank() not in made.members:
         yield from [("", None)] * (1 + len(made.actions))
         return
-    oracle = Oracle(made)
-    rank = Rank(made, directory)
+    oracle, rank = make_oracle(made), make_rank(made, directory)
     yield "", ""
     for number, action in enumerate(made.actions):
         try:
@@ -211,7 +232,7 @@ def _act(oracle: Oracle, rank: Rank, action: Action) -> tuple[str, str]:
         if oracle.ended:  # some ranks may have skipped a step
             return "", text
     elif raised is not None:
-        rank.opt.zero_grad()
+        rank.zero_grad()
         if rank.torch_scaler is not None:
             rank.torch_scaler = torch.amp.GradScaler("cpu", init_scale=rank.torch_scaler.get_scale())
         after = _copies(rank)
@@ -254,8 +275,8 @@ def _difference(oracle: Oracle, rank: Rank) -> str:
     if ours.keys() != theirs.keys():
         return f"the state has {sorted(ours)}, expected {sorted(theirs)}"
     pairs |= {f"state {name}": (value, theirs[name]) for name, value in ours.items()}
-    pairs["global_step"] = rank.opt.allred.global_step, oracle.steps
-    pairs["skipped"] = rank.opt.allred.skipped, oracle.skipped
+    expected = {"global_step": oracle.steps, "skipped": oracle.skipped}
+    pairs |= {name: (value, expected[name]) for name, value in rank.counters.items()}
     if made.scaler:
         scaler = rank.scaler or rank.torch_scaler
         pairs["scale"] = scaler.get_scale(), oracle.scale

@@ -121,6 +121,15 @@ class Oracle:
             rank.zero(True)
         for one in passes:
             yield from self.one_pass(rank, one)
+        self.change_gradients(rank, action)
+        if action.steps and not (rank.reduced and not rank.micro and any(grad is not None for grad in rank.grads)):
+            samples = passes[-1].samples if passes else None
+            if rank.micro:
+                samples = total(rank.micro)
+            yield samples
+
+    def change_gradients(self, rank: RankState, action: Action) -> None:
+        """What the program does with them before step()."""
         scale = self.torch_scaler.get_scale() if action.unscale else 1.0
         for index, grad in enumerate(rank.grads):
             if grad is not None:
@@ -130,11 +139,6 @@ class Oracle:
         if action.clip is not None:
             clip(rank.grads, action.clip)
         self.unscaled = action.unscale
-        if action.steps and not (rank.reduced and not rank.micro and any(grad is not None for grad in rank.grads)):
-            samples = passes[-1].samples if passes else None
-            if rank.micro:
-                samples = total(rank.micro)
-            yield samples
 
     def one_pass(self, rank: RankState, one: Pass) -> Iterator[int | None]:
         if one.how == "none":

@@ -137,6 +137,7 @@ def layouts():
     same(own, sum(everyone()).t())
     assert hvd.allreduce(torch.tensor(float(hvd.rank())), op=hvd.Sum).item() == sum(range(hvd.size()))
     assert hvd.allreduce(torch.zeros(0, 3)).shape == (0, 3)
+    same(hvd.allgather(torch.zeros(0, 3, dtype=torch.complex64)), torch.zeros(0, 3, dtype=torch.complex64))
     parameter = torch.nn.Parameter(value(hvd.rank()))
     assert hvd.broadcast_(parameter, root_rank=1) is parameter
     same(parameter.detach(), value(1))
@@ -323,6 +324,17 @@ def tensors_that_differ():
         hvd.allreduce(torch.ones(2, dtype=torch.float64 if rank else torch.float32))
     with fails(*internal, match="different operations"):
         hvd.synchronize(hvd.allreduce_async(torch.ones(2), op=hvd.Sum if rank else hvd.Average))
+    for call in (hvd.allreduce, hvd.reducescatter):
+        with fails(*internal, match="op=hvd.Average of integers"):
+            call(torch.ones(2, dtype=torch.int64), op=hvd.Sum if rank else hvd.Average)
+        with fails(*internal, match="prescale_factor=0.5"):
+            call(torch.ones(2), op=hvd.Sum, prescale_factor=1.0 if rank else 0.5)
+        with fails(*internal, match="postscale_factor=0.5.*postscale_factor=2"):
+            call(torch.ones(2), name="scaled", postscale_factor=2 if rank else 0.5)
+    own = torch.ones(2 + (rank > 0))
+    with fails(*internal, match="float32"):
+        hvd.allreduce_(own, prescale_factor=0.5)
+    same(own, torch.ones_like(own))
     with fails(*internal, match="root"):
         hvd.broadcast(torch.ones(2), root_rank=int(rank > 0))
     with fails(*internal, match="different operations"):

@@ -37,6 +37,21 @@ def net(seed=0):
     return nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
+class Negative:
+    """A compressor of the program."""
+
+    @staticmethod
+    def compress(tensor):
+        return -tensor, -1
+
+    @staticmethod
+    def decompress(tensor, ctx):
+        return tensor * ctx
+
+
+REDUCTIONS = [{}, {"gradient_predivide_factor": 4.0}, {"compression": Negative}]
+
+
 def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
 
@@ -326,16 +341,7 @@ def sums():
 def reductions_and_compressors_of_the_program():
     """What the hooked optimizer cannot do takes another way, with the same result."""
 
-    class Negative:
-        @staticmethod
-        def compress(tensor):
-            return -tensor, -1
-
-        @staticmethod
-        def decompress(tensor, ctx):
-            return tensor * ctx
-
-    for options in ({"compression": Negative}, {"gradient_predivide_factor": 4.0}):
+    for options in REDUCTIONS:
         model, optimizer, other, plain = wrapped(net(), **options)
         for step in range(3):
             train(model, optimizer, batch(step))
@@ -355,6 +361,14 @@ def reductions_and_compressors_of_the_program():
     loss_of(model, batch(2)).backward()  # the first of two: not reduced
     with pytest.raises(hvd.HorovodInternalError, match="backward_passes_per_step"):
         loss_of(model, batch(2)).backward()
+    optimizer.zero_grad()  # the error has ended the step
+    model, optimizer, *_ = wrapped(nn.ParameterList([torch.zeros(2, dtype=torch.complex64)]), op=hvd.Min)
+    with pytest.raises(hvd.HorovodInternalError, match="'0' is complex"):
+        model[0].abs().sum().backward()
+    factor = 2.0 + hvd.rank()
+    model, optimizer, *_ = wrapped(net(), gradient_predivide_factor=factor)
+    with pytest.raises(hvd.HorovodInternalError, match=r"gradient_predivide_factor=2\.0"):
+        train(model, optimizer, batch())
 
 
 @case
@@ -414,6 +428,55 @@ def sparse_gradients():
 
 
 @case
+def sparse_gradients_that_ranks_lack():
+    """With momentum, which stays sparse: torch cannot add a dense gradient to it."""
+    for dense in (False, True):
+        torch.manual_seed(4)
+        words = nn.Embedding(4, 2, sparse=True)
+        model, optimizer, other, plain = wrapped(
+            words, lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.5), sparse_as_dense=dense
+        )
+        for ranks in (range(hvd.size()), [0], []):  # those with a gradient
+            optimizer.zero_grad()
+            plain.zero_grad()
+            if hvd.rank() in ranks:
+                model(torch.tensor([0, hvd.rank()])).sum().backward()
+            (
+                sum((other(torch.tensor([0, rank])).sum() for rank in ranks), 0 * other.weight.sum()) / hvd.size()
+            ).backward()
+            optimizer.step()
+            plain.step()
+            equal(model, other)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        model(torch.tensor([1])).sum().backward()
+        other(torch.tensor([1])).sum().backward()
+        optimizer.step()
+        plain.step()
+        equal(model, other)
+
+
+@case
+def state_that_is_broadcast_in_the_middle_of_a_step():
+    """It ends the step, or not, on all ranks, also on the root."""
+    calls = (lambda o: hvd.broadcast_optimizer_state(o, root_rank=0)), (lambda o: o.allred.broadcast(root=0))
+    for number, broadcast in enumerate(calls):
+        model, optimizer, other, plain = wrapped(net(), backward_passes_per_step=2)
+        for _ in range(3):
+            loss_of(model, batch()).backward()
+        broadcast(optimizer)
+        assert hvd.allgather_object(optimizer.allred.has_gradients) == [bool(number)] * hvd.size()
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.zero_grad()
+        for step in range(2):
+            loss_of(model, batch(step)).backward()
+            loss_of(other, joined(step)).backward()
+        optimizer.step()
+        plain.step()
+        equal(model, other)
+    optimizer.zero_grad()
+
+
+@case
 def a_process_set_of_one_optimizer():
     """Ranks outside of the set train alone."""
     some = hvd.add_process_set([0, hvd.size() - 1]) if hvd.size() > 2 else hvd.add_process_set([0])
@@ -435,17 +498,18 @@ def a_process_set_of_one_optimizer():
 def uneven_data_and_join():
     """Rank r makes 2 + r steps. Averages count the ranks that have joined; all get the parameters of the last one."""
     size = hvd.size()
-    model, optimizer, other, plain = wrapped(net())
-    for step in range(2 + hvd.rank()):
-        train(model, optimizer, batch(step))
-    last = hvd.join()
-    assert last == size - 1
-    for step in range(2 + last):
-        plain.zero_grad()
-        ranks = [rank for rank in range(size) if step < 2 + rank]
-        (sum(loss_of(other, batch(step, rank)) for rank in ranks) / size).backward()
-        plain.step()
-    equal(model, other)
+    for options in REDUCTIONS:
+        model, optimizer, other, plain = wrapped(net(), **options)
+        for step in range(2 + hvd.rank()):
+            train(model, optimizer, batch(step))
+        last = hvd.join()
+        assert last == size - 1
+        for step in range(2 + last):
+            plain.zero_grad()
+            ranks = [rank for rank in range(size) if step < 2 + rank]
+            (sum(loss_of(other, batch(step, rank)) for rank in ranks) / size).backward()
+            plain.step()
+        equal(model, other)
 
 
 @case
@@ -580,12 +644,20 @@ def the_state_is_that_of_torch():
 
 @case
 def names_in_errors():
-    model, optimizer, *_ = wrapped(net())
-    if hvd.rank():
-        model[0].weight.data.add_(1)
-    with pytest.raises(hvd.HorovodInternalError, match=r"parameter '0\.weight' differs on") as caught:
-        train(model, optimizer, batch())
-    assert isinstance(caught.value, allred.MismatchError)
+    for options in (*REDUCTIONS, {"op": hvd.Max}):
+        model, optimizer, *_ = wrapped(net(), **options)
+        if hvd.rank():
+            model[0].weight.data.add_(1)
+        with pytest.raises(hvd.HorovodInternalError, match=r"parameter '0\.weight' differs on") as caught:
+            train(model, optimizer, batch())
+        assert isinstance(caught.value, allred.MismatchError)
+    for options in REDUCTIONS:  # the averages are changed on the ranks that have them before step()
+        model, optimizer, *_ = wrapped(net(), **options)
+        if hvd.rank() == 0:
+            loss_of(model, batch()).backward()
+            model[0].weight.grad.mul_(2)
+        with pytest.raises(hvd.HorovodInternalError, match=r"the reduced gradients of '0\.weight' differ"):
+            optimizer.step()
 
 
 @case

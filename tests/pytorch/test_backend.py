@@ -170,6 +170,11 @@ assert dist.is_backend_available("allred")
 dist.init_process_group("allred")
 dist.all_reduce(tensor := torch.ones(2))
 print(dist.get_world_size(), tensor.tolist(), dist.get_backend())
+import allred
+dist.destroy_process_group()
+allred.shutdown()
+dist.init_process_group("allred")  # again, with the variables of the first time
 """
     result = testing.run([sys.executable, "-c", program], LIMIT_S, {**ENVIRONMENT, "PYTHONPATH": ""})
+    assert result.code == 0, result.text
     assert result.out == "1 [1.0, 1.0] allred\n", result.text

@@ -47,6 +47,14 @@ class ScaledReduction(NamedTuple):
                 raise InputError(f"{name}={factor!r} must be a number")
         return self
 
+    def label(self, name: str, tensors: Tensors) -> str:
+        """Return the name for allred, with what the ranks would not compare otherwise."""
+        factors = {"prescale_factor": self.prescale, "postscale_factor": self.postscale}
+        differing = [f"{key}={float(factor):g}" for key, factor in factors.items() if factor != 1.0]
+        if any(self._is_integer_mean(tensor) for tensor in tensors):
+            differing.append("op=hvd.Average of integers")
+        return ", ".join([name] * bool(name) + differing)
+
     def op_of(self, tensor: Tensor) -> ReduceOp:
         """Return the reduction for allred, which has no average of integers."""
         return Sum if self._is_integer_mean(tensor) else self.op
@@ -105,8 +113,10 @@ def _start(call: CollectiveCall, tensors: Tensors, outputs: Tensors | None, redu
     """Start a reduction. outputs: the tensors to overwrite, or None for new ones."""
 
     def begin(communicator: Communicator) -> Any:
-        results = copies(tensors) if outputs is None else list(outputs)
+        in_place = outputs is not None and reduction.prescale == 1.0  # an error leaves the tensors as they are
+        results = list(tensors) if in_place else copies(tensors)
         memory = detached(results)
+        label = reduction.label(call.label, memory)
         ops = [reduction.op_of(tensor) for tensor in memory]
         arrays = [view(tensor) for tensor in memory]
         for tensor in memory:
@@ -115,25 +125,31 @@ def _start(call: CollectiveCall, tensors: Tensors, outputs: Tensors | None, redu
         def finish(_: Any, active: int) -> Any:
             for tensor in memory:
                 reduction.end(tensor, communicator.size, active)
+            if outputs is not None and not in_place:
+                for output, result in zip(detached(outputs), results, strict=True):
+                    output.copy_(result)
+                return list(outputs) if call.is_list else outputs[0]
             return results if call.is_list else results[0]
 
-        return _operations(communicator, arrays, ops, call), finish
+        return _operations(communicator, arrays, ops, call, label), finish
 
     return call.start(begin, allows_joined=True)
 
 
-def _operations(communicator: Communicator, arrays: list[Any], ops: list[ReduceOp], call: CollectiveCall) -> Operations:
+def _operations(
+    communicator: Communicator, arrays: list[Any], ops: list[ReduceOp], call: CollectiveCall, label: str
+) -> Operations:
     """Start the reduction of arrays in place: one operation, unless the operators differ."""
     if len(set(ops)) != 1:
-        return [communicator.allreduce(*pair, call.label, in_place=True) for pair in zip(arrays, ops, strict=True)]
+        return [communicator.allreduce(*pair, label, in_place=True) for pair in zip(arrays, ops, strict=True)]
     if call.is_async and call.is_list:
-        return [communicator.grouped_allreduce(arrays, ops[0], call.label, in_place=True)]
+        return [communicator.grouped_allreduce(arrays, ops[0], label, in_place=True)]
     if call.is_async:
-        return [communicator.allreduce(arrays[0], ops[0], call.label, in_place=True)]
+        return [communicator.allreduce(arrays[0], ops[0], label, in_place=True)]
     if call.is_list:
-        reduce = functools.partial(communicator.grouped_allreduce_blocking, arrays, True, ops[0], call.label)
+        reduce = functools.partial(communicator.grouped_allreduce_blocking, arrays, True, ops[0], label)
         return [handles.DeferredCall(communicator, reduce)]
-    reduce_one = functools.partial(communicator.allreduce_blocking, arrays[0], True, ops[0], call.label)
+    reduce_one = functools.partial(communicator.allreduce_blocking, arrays[0], True, ops[0], label)
     return [handles.DeferredCall(communicator, reduce_one)]
 
 

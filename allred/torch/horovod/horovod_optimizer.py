@@ -1,12 +1,10 @@
 """`DistributedOptimizer`: a torch optimizer that averages gradients, with Horovod's arguments and methods.
 
 It is a hooked optimizer (allred/torch/hooked_optimizer.py): the gradients are averaged at the end of each backward
-pass, so `synchronize` has nothing to wait for. Compressors of the program, reductions other than Average and Sum, and
-gradient_predivide_factor use one grouped allreduce at the end of the backward pass (`_reduce_group`).
+pass, so `synchronize` has nothing to wait for. gradient_reduction.py: compressors of the program.
 """
 
 import contextlib
-import dataclasses
 import numbers
 import warnings
 from collections.abc import Iterable, Iterator
@@ -14,60 +12,48 @@ from typing import Any
 
 import torch
 
-from allred.comm import functions, ops
+from allred.comm import functions
 from allred.errors import InputError
-from allred.modes.options import StepOptions
-from allred.torch.backward_state import BackwardPass, NextStep
+from allred.modes.reducer import Reducer
+from allred.torch.backward_state import NextStep
 from allred.torch.hooked_optimizer import HookedOptimizer
-from allred.torch.horovod import handles
-from allred.torch.horovod.allreduce import Average, Sum, grouped_allreduce_async_, operator
+from allred.torch.horovod.allreduce import Average, Sum, operator
 from allred.torch.horovod.basics import check_mode_sync, size
 from allred.torch.horovod.compression import Compression
+from allred.torch.horovod.gradient_reduction import CompressedReducer, GradientReduction, HorovodOptions
 from allred.torch.horovod.horovod_errors import as_horovod_error
 from allred.torch.horovod.operations import check_compression
 from allred.torch.horovod.process_sets import ProcessSet, check_initialized, global_process_set, rank_set
-from allred.torch.horovod.sparse_allreduce import sparse_allreduce_async
 from allred.torch.replaced_methods import NO_COPY
 from allred.torch.tensors import copy_like
-
-_FUSED_COMPRESSION = {Compression.none: ops.Compression.none, Compression.fp16: ops.Compression.fp16}
-
-
-@dataclasses.dataclass(frozen=True)
-class GradientReduction:
-    """The arguments of `DistributedOptimizer` that say how gradients are reduced."""
-
-    compression: Any
-    op: Any
-    predivide_factor: float
-    sparse_as_dense: bool
-    process_set: ProcessSet
-
-    @property
-    def is_fused(self) -> bool:
-        """Whether a hooked optimizer can do it."""
-        plain = self.op in (Average, Sum) and self.predivide_factor == 1.0
-        return plain and self.compression in _FUSED_COMPRESSION
 
 
 class HorovodStep(HookedOptimizer):
     """The distributed part of a torch optimizer, with Horovod's rules for `synchronize` and `step`."""
 
+    _make_options = HorovodOptions
+
     def __init__(
         self, optimizer: torch.optim.Optimizer, reduction: GradientReduction, passes: int, names: dict[int, str]
     ) -> None:
         self._reduction = reduction
+        self._sparse_dims: dict[str, int] = {}  # by name: of sparse gradients that are reduced as dense ones
         self.is_synchronized = False  # by `synchronize`, since the last step
         self.should_synchronize = True  # in `step`
         self.calls_closure = False  # in `step`
-        options = StepOptions(
-            op=reduction.op if reduction.is_fused else Average,
+        options = HorovodOptions(
+            op=reduction.op,
             accumulate=passes,
             nonfinite="ignore",
             process_set=rank_set(reduction.process_set),
-            compression=_FUSED_COMPRESSION.get(reduction.compression, ops.Compression.none),
+            compression=reduction.fused_compression,
         )
         super().__init__(optimizer, options, names)
+
+    def new_reducer(self) -> Reducer:
+        if self._reduction.is_fused:
+            return super().new_reducer()
+        return CompressedReducer(self._reduction, self._options, self._options.title, self.reduction_agreement)
 
     @property
     def passes(self) -> int:
@@ -86,25 +72,45 @@ class HorovodStep(HookedOptimizer):
     def decide_overlap(self) -> bool:
         return self._reduction.is_fused and super().decide_overlap()
 
+    @contextlib.contextmanager
+    def _reset_step_on_error(self) -> Iterator[None]:
+        with as_horovod_error(), super()._reset_step_on_error():
+            yield
+
     def reduce_all(self) -> None:
         with as_horovod_error():
-            sparse = self._make_dense() if self._reduction.sparse_as_dense else []
-            if self._reduction.is_fused:
-                super().reduce_all()
-                self._average_over_joined()
-            else:
-                self._reduce_group()
-            for parameter in sparse:
-                parameter.grad = parameter.grad.to_sparse()
+            if self._reduction.sparse_as_dense:
+                self._make_dense()
+            if self._reduction.op not in (Average, Sum):
+                self._backward.problem = self._backward.problem or self._operator_problem()
+            super().reduce_all()
+            self._average_over_joined()
+            self._make_sparse_again()
 
-    def _make_dense(self) -> list[torch.Tensor]:
-        """Make sparse gradients dense. Return their parameters."""
-        found = []
-        for parameter in self._trained().values():
+    def _make_dense(self) -> None:
+        """Make sparse gradients dense, and note their parameters."""
+        for name, parameter in self._trained().items():
             if parameter.grad is not None and parameter.grad.is_sparse:
+                self._sparse_dims[name] = parameter.grad.sparse_dim()
                 parameter.grad = copy_like(parameter, parameter.grad.to_dense())
-                found.append(parameter)
-        return found
+
+    def _make_sparse_again(self) -> None:
+        """Undo `_make_dense`, also in steps in which this rank lacks such a gradient: torch cannot add a dense gradient
+        to a sparse momentum."""
+        if self._sparse_dims:
+            for name, parameter in self._trained().items():
+                if name in self._sparse_dims and parameter.grad is not None and not parameter.grad.is_sparse:
+                    parameter.grad = parameter.grad.to_sparse(self._sparse_dims[name])
+
+    def _operator_problem(self) -> str:
+        """Return why op=hvd.Min, Max or Product cannot reduce the gradients, or ""."""
+        for name, parameter in self._trained().items():
+            kind = (
+                "complex" if parameter.is_complex() else "sparse" if getattr(parameter.grad, "is_sparse", False) else ""
+            )
+            if kind:
+                return f"op=hvd.{self._reduction.op.value}: '{name}' is {kind}; use op=hvd.Average or hvd.Sum"
+        return ""
 
     def _average_over_joined(self) -> None:
         """Divide by the number of all ranks if some have joined, as Horovod does."""
@@ -115,46 +121,14 @@ class HorovodStep(HookedOptimizer):
                 if parameter.grad is not None:
                     parameter.grad.mul_(active).div_(communicator.size)
 
-    def _reduce_group(self) -> None:
-        """Compress all gradients, reduce them in one grouped allreduce, and decompress them. A missing gradient counts
-        as zeros."""
-        reduction, dense, waits = self._reduction, [], []
-        if self._next.is_reduced and reduction.op is not Average:
-            raise InputError(
-                f"op=hvd.{reduction.op.value}: a backward pass has added to gradients that were reduced already; set "
-                "backward_passes_per_step to the number of backward passes before optimizer.step()"
-            )
-        self._backward = BackwardPass()
-        for name, parameter in self._trained().items():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            if parameter.grad.is_sparse:
-                waits.append(
-                    (parameter, sparse_allreduce_async(parameter.grad, name, reduction.op, reduction.process_set))
-                )
-            else:
-                dense.append((parameter, *reduction.compression.compress(parameter.grad)))
-        before = after = 1.0
-        if reduction.op is Average:
-            before, after = 1.0 / reduction.predivide_factor, reduction.predivide_factor
-        if dense:
-            handle = grouped_allreduce_async_(
-                [tensor for _, tensor, _ in dense],
-                op=reduction.op, prescale_factor=before, postscale_factor=after, process_set=reduction.process_set,
-            )  # fmt: skip
-            for (parameter, _, kept), result in zip(dense, handles.synchronize(handle), strict=True):
-                parameter.grad = reduction.compression.decompress(result, kept)
-        for parameter, wait in waits:
-            parameter.grad = wait()
-        self._samples_of_step()  # forget them: Horovod does not weight ranks
-        self._next = NextStep(is_reduced=True)
-
     def synchronize(self) -> None:
         """Reduce the gradients if no backward pass has done it. A gradient that all ranks lack becomes zeros."""
         super().reduce_in_step()
-        for parameter in self._trained().values():
+        sparse = self._adapter.sparse
+        for name, parameter in self._trained().items():
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = sparse.zeros(parameter) if name in sparse.names else torch.zeros_like(parameter)
+        self._make_sparse_again()
         self.is_synchronized = True
 
     def reduce_in_step(self) -> None:
@@ -162,6 +136,7 @@ class HorovodStep(HookedOptimizer):
             super().reduce_in_step()
 
     def forget_gradients(self) -> None:
+        """Discard the gradients of an unfinished step; `zero_grad` is then allowed. `load_state_dict` calls it."""
         super().forget_gradients()
         self._next = NextStep()
         self.is_synchronized, self.should_synchronize = False, True

@@ -20,7 +20,8 @@ def join(device: int = -1) -> int:
 
     Averages are divided by the number of all ranks, as in Horovod. Meanwhile allgather, broadcast, alltoall and
     reducescatter of the other ranks raise HorovodInternalError. Afterwards parameters and state of each
-    DistributedOptimizer are those of the rank that joined last; in Horovod the program has to broadcast them.
+    DistributedOptimizer are those of the rank that joined last, unless a rank has joined before its first step, which a
+    warning names; in Horovod the program has to broadcast them.
 
     device: ignored.
 

@@ -33,7 +33,8 @@ def _start(call: CollectiveCall, tensors: Tensors, reduction: ScaledReduction) -
         for tensor in sources:
             reduction.begin(tensor)
         pairs = [(view(tensor), reduction.op_of(tensor)) for tensor in sources]
-        works = [communicator.reducescatter(*pair, call.label) for pair in pairs]
+        label = reduction.label(call.label, sources)
+        works = [communicator.reducescatter(*pair, label) for pair in pairs]
 
         def finish(results: list[Any], active: int) -> Any:
             found = [result_as_tensor(result, tensor) for result, tensor in zip(results, sources, strict=True)]

@@ -8,6 +8,7 @@ import torch
 
 from allred.comm.communicator import Communicator
 from allred.errors import InputError
+from allred.torch.hooked_optimizer import HookedOptimizer
 from allred.torch.horovod import handles
 from allred.torch.horovod.broadcast import broadcast_async_
 from allred.torch.horovod.operations import CollectiveCall
@@ -41,7 +42,8 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:
-    """Copy the state and the hyperparameters of an optimizer of rank `root_rank` to all ranks.
+    """Copy the state and the hyperparameters of an optimizer of rank `root_rank` to all ranks. As `load_state_dict`, it
+    discards the gradients of an unfinished step.
 
     model: ignored.
 
@@ -59,7 +61,7 @@ def broadcast_optimizer_state(
     def take(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        tensors.append(value.contiguous())
+        tensors.append(value.to_dense().contiguous())  # the momentum of sparse gradients; torch takes dense too
         return _TENSOR, len(tensors) - 1
 
     state = _map(optimizer.state_dict(), take) if is_root else None
@@ -71,6 +73,8 @@ def broadcast_optimizer_state(
     if not is_root:
         given = _map(state, lambda value: tensors[value[1]] if _is_tensor_mark(value) else value, _is_tensor_mark)
         load_in_place(optimizer, given)
+    elif isinstance(hooked := getattr(optimizer, "allred", None), HookedOptimizer):
+        hooked.forget_gradients()  # as load_state_dict does on the other ranks
 
 
 def _is_tensor_mark(value: Any) -> bool:

@@ -1,0 +1,250 @@
+"""The training of hvd.py: hvd.DistributedOptimizer in the scenarios of hooked.py, with its oracle and comparisons.
+
+What differs from allred.distributed: `synchronize` and the checks of `zero_grad`; reductions of the program; gradients
+that all ranks lack are zeros in a step; joined ranks count in averages; gradients that are not finite are passed on.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import pathlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import hooked
+import hooked_plans
+import torch
+from hooked_oracle import Oracle, RankState, Refused
+from hooked_plans import Action, Pass, Scenario
+from torch_nets import wide
+
+import allred.torch as hvd
+from allred.errors import MismatchError
+
+EXTREME = ("Min", "Max", "Product")
+
+
+class Halves:
+    """A compressor of the program, without loss for the small differences that the model allows."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return tensor.double() / 2, tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return (tensor * 2).to(ctx)
+
+
+def scenario(rng: random.Random, size: int) -> Scenario:
+    """A scenario of hooked.py without what Horovod's interface lacks."""
+    made = hooked_plans.scenario(rng, size)
+    is_plain = made.optimizer == "LBFGS" or made.scaler == "torch"
+    options: dict[str, Any] = {key: value for key, value in made.options.items() if key == "accumulate"}
+    how = rng.choice(["", "", "", "Sum", "fp16", "own", "predivide", "Min", "Max", "Product", "dense"])
+    how = how if not is_plain or how in ("", "predivide") else ""
+    how = "" if how in (*EXTREME, "own") and "sparse" in made.kinds else how
+    options |= {"how": how, "nonfinite": "ignore"}
+    options["op"] = getattr(hvd, how) if how in ("Sum", *EXTREME) else hvd.Average
+    options |= {"compression": how} if how == "fp16" else {}
+    kinds = tuple("linear" if kind == "complex" and how not in ("", "Sum") else kind for kind in made.kinds)
+    made = dataclasses.replace(
+        made,
+        kinds=kinds,
+        named="module" if made.named == "equal" else made.named,
+        scaler=made.scaler if made.scaler == "torch" else "",
+        options=options,
+    )
+    actions = [_action(made, action) for action in made.actions if size > 1 or action.kind not in ("save", "restore")]
+    return dataclasses.replace(made, actions=tuple(actions))
+
+
+def _action(made: Scenario, action: Action) -> Action:
+    """Without samples and no_sync(). number % 2: whether a step calls synchronize()."""
+    passes = tuple(tuple(_pass(one) for one in row) for row in action.passes)
+    return dataclasses.replace(action, passes=passes, unscale=action.unscale and bool(action.number % 2))
+
+
+def _pass(one: Pass) -> Pass:
+    return dataclasses.replace(one, how="none" if one.how == "local" else one.how, samples=None)
+
+
+def synchronizes(made: Scenario, action: Action) -> bool:
+    """Whether a step calls synchronize(), and step() in skip_synchronize()."""
+    return action.steps and not action.closure and (bool(action.number % 2) or made.scaler == "torch")
+
+
+def uses_horovod(made: Scenario, action: Action) -> bool:
+    """Whether the functions of Horovod broadcast, which are for all ranks. join() needs those of allred: number 0."""
+    return len(made.members) == made.size and made.optimizer != "LBFGS" and bool(action.number)
+
+
+class HorovodOracle(Oracle):
+    def __init__(self, made: Scenario) -> None:
+        super().__init__(made)
+        self.how = made.options["how"]
+        self.is_reduced = made.size > 1
+        self.once, self.in_closure = self.is_reduced and made.options["op"] is not hvd.Average, False
+
+    def run(self, action: Action, rank: RankState, passes: list[Pass]) -> Iterator[int | None]:
+        if not synchronizes(self.made, action):
+            yield from super().run(action, rank, passes)
+            return
+        yield from super().run(dataclasses.replace(action, factor=1.0, clip=None, unscale=False), rank, passes)
+        self.fill(rank)
+        self.change_gradients(rank, action)
+
+    def fill(self, rank: RankState) -> None:
+        """A gradient that all ranks lack becomes zeros."""
+        for index, parameter in enumerate(self.params):
+            if self.is_reduced and parameter.requires_grad and rank.grads[index] is None:
+                rank.grads[index] = torch.zeros_like(wide(parameter))
+
+    def reduce(self, ranks: list[RankState], samples: list[Any]) -> None:
+        given, marks = [list(rank.grads) for rank in ranks], [self.marks(rank) for rank in ranks]
+        kept = [self.once and any(each) for each in zip(*marks, strict=True)]
+        super().reduce(ranks, samples)
+        for index, grads in enumerate(zip(*given, strict=True)):
+            found = ranks[0].grads[index]
+            if self.how in EXTREME and found is not None and not kept[index]:
+                stacked = torch.stack([torch.zeros_like(found) if grad is None else grad for grad in grads])
+                found = {"Min": stacked.amin, "Max": stacked.amax, "Product": stacked.prod}[self.how](0)
+            elif found is not None and self.how != "Sum":  # some ranks may have joined
+                found = found * (len(ranks) / len(self.ranks))
+            for rank in ranks:
+                rank.grads[index] = found
+
+    def apply(self, ranks: list[RankState]) -> None:
+        if not self.in_closure:
+            for rank in ranks:
+                self.fill(rank)
+        super().apply(ranks)
+
+    def step(self, action: Action, members: list[int] | None = None) -> None:
+        self.in_closure = action.closure
+        super().step(action, members)
+
+    def drift(self, action: Action) -> None:
+        try:
+            super().drift(action)
+        except Refused:
+            raise Refused(MismatchError) from None
+
+    def zero_all(self, to_none: bool) -> None:
+        super().zero_all(to_none)
+        self.forget()
+
+    def forget(self) -> None:
+        for rank in self.ranks:
+            rank.restart()
+
+    def broadcast(self, action: Action) -> None:
+        if uses_horovod(self.made, action):
+            self.forget()
+
+    def state(self, action: Action) -> None:
+        self.zero_all(True)
+
+    def restore(self, action: Action) -> None:
+        self.zero_all(True)
+        super().restore(action)
+
+
+class HorovodRank(hooked.Rank):
+    """The scenario on this rank, with DistributedOptimizer."""
+
+    def __init__(self, made: Scenario, directory: pathlib.Path, process_set: Any) -> None:
+        self.process_set, self.pending = process_set, False  # pending: backward() since the last step
+        super().__init__(made, directory)
+
+    def distribute(self) -> None:
+        made, how = self.made, self.made.options["how"]
+        options: dict[str, Any] = {"op": made.options["op"], "process_set": self.process_set}
+        options |= {"backward_passes_per_step": made.options.get("accumulate", 1)}
+        options |= {"fp16": {"compression": hvd.Compression.fp16}, "own": {"compression": Halves}}.get(how, {})
+        options |= {"predivide": {"gradient_predivide_factor": 4.0}, "dense": {"sparse_as_dense": True}}.get(how, {})
+        options |= {"groups": 2} if made.seed % 3 == 0 else {}
+        options |= {"named_parameters": self.net.named_parameters()} if made.named else {}
+        hvd.DistributedOptimizer(self.opt, **options)
+
+    def backward(self, one: Pass) -> torch.Tensor:
+        loss, had_pass = self.net.loss(one.loss), self.pending
+        if loss.requires_grad and one.how != "none":
+            before = self._gradients()
+            self.pending = False  # after an error
+            self.scale(loss).backward()
+            self.pending = had_pass or (self.opt.allred is not None and self._gradients() != before)
+        return loss
+
+    def _gradients(self) -> list[Any]:
+        return [None if each.grad is None else (id(each.grad), each.grad._version) for each in self.params]
+
+    def step(self, action: Action) -> None:
+        try:
+            super().step(action)
+        finally:
+            self.pending = self.pending and not action.steps
+
+    @contextlib.contextmanager
+    def synchronized(self, action: Action) -> Iterator[None]:
+        if not synchronizes(self.made, action):
+            yield
+            return
+        self.opt.synchronize()
+        with self.opt.skip_synchronize():
+            yield
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Refused between backward() and step(); load_state_dict() drops the gradients."""
+        if self.pending:
+            try:
+                self.opt.zero_grad()
+            except AssertionError:
+                self.pending = False
+            assert not self.pending, "zero_grad() after backward() has raised no error"
+            self.opt.load_state_dict(copy.deepcopy(self.opt.state_dict()))
+        super().zero_grad(set_to_none)
+
+    def recover(self, root: int) -> None:
+        self.pending = False
+        super().recover(root)
+
+    def broadcast(self, action: Action) -> None:
+        if self.opt.allred is None:
+            return
+        if not uses_horovod(self.made, action):
+            super().broadcast(action)
+            return
+        self.spoil(root := action.number % self.made.size)
+        forms = self.net.state_dict(), list(self.net.named_parameters()), list(self.net.parameters())
+        hvd.broadcast_parameters(forms[action.number % 3], root_rank=root)
+        hvd.broadcast_optimizer_state(self.opt, root_rank=root)
+        self.pending = False
+
+    def state(self, action: Action) -> None:
+        self.zero_grad()
+        super().state(action if self.opt.allred is not None else dataclasses.replace(action, number=0))
+
+    def restore(self, action: Action) -> None:
+        self.zero_grad()
+        super().restore(action)
+
+    def join(self, action: Action) -> None:
+        for _ in range((self.number + action.number) % 4):
+            self.step(action)
+        hvd.join()
+        self.zero_grad()
+
+    @property
+    def counters(self) -> dict[str, Any]:
+        return {} if self.opt.allred is None else super().counters
+
+
+def check(
+    made: Scenario, directory: pathlib.Path, sets: dict[tuple[int, ...], Any]
+) -> Iterator[tuple[str, str | None]]:
+    def rank(*arguments: Any) -> HorovodRank:
+        return HorovodRank(*arguments, sets[made.members])
+
+    return hooked.check(made, directory, HorovodOracle, rank)
