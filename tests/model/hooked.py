@@ -269,6 +269,10 @@ def _difference(oracle: Oracle, rank: Rank) -> str:
     pairs |= {f"state {name}": (value, theirs[name]) for name, value in ours.items()}
     pairs["global_step"] = rank.opt.allred.global_step, oracle.steps
     pairs["skipped"] = rank.opt.allred.skipped, oracle.skipped
+    norm, other = rank.opt.allred.grad_norm, oracle.ranks[rank.number].norm
+    if (norm is None) != (other is None):
+        return f"grad_norm is {norm}, expected {other}"
+    pairs["grad_norm"] = norm or 0.0, other or 0.0
     if plan.scaler:
         scaler = rank.scaler or rank.torch_scaler
         pairs["scale"] = scaler.get_scale(), oracle.scale

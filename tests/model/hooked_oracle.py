@@ -6,6 +6,7 @@ generator up to its next reduction, then combines the gradients of all ranks in 
 """
 
 import copy
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,6 +43,7 @@ class RankState:
     def __init__(self, count: int) -> None:
         self.grads: list[Any] = [None] * count
         self.marks = [""] * count  # "reduced", "mixed": with op=Sum or a scaler of allred
+        self.norm: float | None = None  # with clip_norm, of the last step
         self.restart()
 
     def restart(self) -> None:
@@ -215,7 +217,10 @@ class Oracle:
                     raise Refused(InputError)
         if (limit := self.plan.options.get("clip_norm")) is not None:
             factor = 1.0 if self.torch_scaler is None or self.unscaled else self.torch_scaler.get_scale()
-            clip(grads, limit * factor, finite_only=True)
+            norm = clip(grads, limit * factor, finite_only=True) / factor
+            if math.isfinite(norm) or self.torch_scaler is None or self.plan.variant == "fused":  # torch calls step()
+                for rank in ranks:
+                    rank.norm = norm
         self.assign(grads)
         try:
             self.update(grads)
@@ -257,7 +262,9 @@ class Oracle:
         self.reduce(self.ranks, samples)
         grads = self.ranks[0].grads
         if (limit := self.plan.options.get("clip_norm")) is not None:
-            clip(grads, limit, finite_only=True)
+            norm = clip(grads, limit, finite_only=True)
+            for rank in self.ranks:
+                rank.norm = norm
         self.assign(grads)
         counts = [1 if count is None else count for count in samples]
         mean = sum(loss * count for (loss, _), count in zip(found, counts, strict=True) if count) / sum(counts)
@@ -339,11 +346,13 @@ def combine(grads: list[Any], weights: list[float], is_sum: bool) -> Any:
     return sum(parts, torch.zeros_like(some)) / (1 if is_sum else sum(weights))
 
 
-def clip(grads: list[Any], limit: float, finite_only: bool = False) -> None:
+def clip(grads: list[Any], limit: float, finite_only: bool = False) -> float:
+    """Scale gradients in place. Return the norm before."""
     norm = (
         torch.stack([grad.abs().square().sum() for grad in grads if grad is not None] or [torch.zeros(())]).sum().sqrt()
     )
     if finite_only and (not norm.isfinite() or norm <= limit):
-        return
+        return float(norm)
     factor = (limit / (norm + (0 if finite_only else 1e-6))).clamp(max=1.0)
     grads[:] = [None if grad is None else grad * factor for grad in grads]
+    return float(norm)
