@@ -259,7 +259,7 @@ def _copies(rank: Rank) -> dict[str, torch.Tensor]:
 def _difference(oracle: Oracle, rank: Rank) -> str:
     plan = oracle.plan
     rough = "compression" in plan.options
-    tolerance = 8e-2 if rough else {"bfloat16": 0.1, "float32": 5e-5, "float64": 1e-9}[plan.dtype]
+    tolerance = 8e-2 if rough else {"bfloat16": 0.2, "float32": 5e-5, "float64": 1e-9}[plan.dtype]
     pairs: dict[str, tuple[Any, Any]] = {
         f"parameter {index}": pair for index, pair in enumerate(zip(rank.params, oracle.params, strict=True))
     }
@@ -278,7 +278,7 @@ def _difference(oracle: Oracle, rank: Rank) -> str:
         pairs["scale"] = scaler.get_scale(), oracle.scale
     for name, (got, want) in pairs.items():
         got, want = _numbers(torch.as_tensor(got)), _numbers(torch.as_tensor(want))
-        # Numbers of bfloat16 may cancel each other: the error is one of the largest.
+        # In bfloat16, numbers may cancel each other, and later steps amplify the error: compared with the largest.
         size = max([1.0, *want.nan_to_num(0, 0, 0).abs().flatten().tolist()]) if plan.dtype == "bfloat16" else 1.0
         if not torch.allclose(got, want, tolerance, tolerance * size, equal_nan=True):
             return f"{name} is {got.tolist()}, expected {want.tolist()}"

@@ -1,6 +1,7 @@
 """The scenarios of hooked.py, and the torch optimizer of a scenario."""
 
 import dataclasses
+import math
 import random
 from typing import Any
 
@@ -113,7 +114,7 @@ def scenario(rng: random.Random, size: int) -> Scenario:
     elif rng.random() < 0.4 and not is_lbfgs:
         options["nonfinite"] = rng.choice(["raise", "skip", "ignore"] if not scaler else ["skip"])
     if rng.random() < 0.2:
-        options["clip_norm"] = rng.choice([0.5, 1.0, 100.0])
+        options["clip_norm"] = rng.choice([0.5, 1.0, 100.0, math.inf])
     if rng.random() < 0.15 and not is_lbfgs:
         options["compression"] = rng.choice([allred.Compression.fp16, allred.Compression.bf16])
     if rng.random() < 0.2:

@@ -8,6 +8,7 @@ errors.
 
 import copy
 import dataclasses
+import math
 import pathlib
 import random
 from collections.abc import Iterator
@@ -134,6 +135,7 @@ def scenario(rng: random.Random, size: int) -> Scenario:
     )
     kinds = ["step"] * 10 + ["broadcast", "state", "save", "restore", "lr"]
     kinds += [] if plan.shares else ["change", "rebind", *["drift"] * bool(plan.check_steps)]
+    kinds += ["broadcast"] * 3 if len(members) < size else []
     kinds += ["abandon"] if "accumulate" in options else []
     kinds += ["join"] if len(members) == size and not function else []
     kinds = ["step", "step", "step", "change"] if function else kinds
@@ -154,7 +156,7 @@ def _options(rng: random.Random) -> dict[str, Any]:
     if rng.random() < 0.4:
         options["nonfinite"] = rng.choice(["raise", "skip", "ignore"])
     if rng.random() < 0.2:
-        options["clip_norm"] = rng.choice([0.5, 1.0, 100.0])
+        options["clip_norm"] = rng.choice([0.5, 1.0, 100.0, math.inf])
     if rng.random() < 0.25:
         options["sharded"] = True
     return options
@@ -173,11 +175,18 @@ def _action(rng: random.Random, plan: Scenario, kind: str) -> Action:
         grads = [[Gradients(each.seed) for each in micro] for micro in grads]
     if rng.random() < 0.3 and kind == "step":
         micro, rank, faults = rng.randrange(micro_steps), rng.randrange(ranks), FAULTS
-        place = rng.randrange(len(plan.tree.leaves)) if plan.tree.leaves else 0
+        filled = [index for index, leaf in enumerate(plan.tree.leaves) if math.prod(leaf.shape)]
+        place = rng.choice(filled or [0])
         faults = [fault for fault in FAULTS if not (plan.function and fault in _NOT_OF_FUNCTIONS)]
         if plan.early and ranks == 1:  # the agreed order has dtypes too
             faults = [fault for fault in faults if fault not in ("dtype", "integer")]
-        grads[micro][rank] = dataclasses.replace(grads[micro][rank], fault=rng.choice(faults), place=place)
+        missing_here = grads[micro][rank].missing - ({place} if rng.random() < 0.8 else set())
+        grads[micro][rank] = dataclasses.replace(
+            grads[micro][rank], fault=rng.choice(faults), place=place, missing=missing_here
+        )
+        if counts == "uneven" and grads[micro][rank].fault in ("nan", "inf") and rng.random() < 0.7:
+            for each in grads:  # a rank without samples, whose gradients are not used
+                each[rank] = dataclasses.replace(each[rank], samples=0)
         plain = micro_steps == 1 and counts == "unknown" and not plan.scaled and "compression" not in plan.options
         if rng.random() < 0.15 and plain and plan.options["op"] is allred.Sum:  # finite gradients, whose sum may not be
             grads = [[Gradients(each.seed, fault="large", place=place) for each in grads[0]]]
