@@ -116,11 +116,11 @@ bench-gpu: gpu-environment ## the same machine: allred on device arrays against 
 fuzz: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## random collectives and faults for T=60 seconds, from a new seed
 	$(VENV_mpich)/bin/python tests/fuzz/fuzz.py --seconds $(or $(T),60)
 
-# The model of the surface, N scenarios from a new seed or from SEED; SURFACE="optimizers data": these surfaces only.
+# Model-based tests: N scenarios from a new seed or from SEED; SURFACE="optimizers data": these surfaces only.
 N ?= 1000
 SEED ?=
 SURFACE ?=
-test-model: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## random scenarios of the whole surface against an oracle; N=10000 SEED=7 SURFACE=optimizers
+test-model: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## random scenarios of the whole API against an oracle; N=10000 SEED=7 SURFACE=optimizers
 	$(VENV_mpich)/bin/python tests/model/model.py --number $(N) $(if $(SEED),--seed $(SEED)) $(if $(SURFACE),--surface $(SURFACE)) $(T)
 
 sanitize: ## the C core under sanitizers, and every order in which ranks can take its steps

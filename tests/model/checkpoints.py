@@ -1,8 +1,9 @@
-"""Scenarios of checkpoints and sessions on ranks: parts of a training, compared with their oracle (training.py).
+"""Scenarios of checkpoints and sessions on ranks: parts of a training. Their oracle is in
+checkpoints_oracle.py.
 
-A part has ranks of its own: under mpirun of several ranks the first ones of them, in mode sync, or in mode ps with one
-worker; otherwise 1 to 4 threads, of which one alone may fail. So check() ends the world of its caller, and begins it
-again at its end.
+Each part runs on a subset of the ranks. Under mpirun these are the first ranks, in mode sync, or in mode ps with one
+worker. With one process they are 1 to 4 threads, of which one may fail. `check` shuts down the world of its caller and
+initializes it again at the end.
 """
 
 import contextlib
@@ -14,9 +15,19 @@ import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import array_nests
 import numpy as np
-import trees
-from training import DIRECTORIES, OPTIMIZERS, Oracle, Scenario, State, data_of, gradients, scenario, start_values
+from checkpoints_oracle import (
+    DIRECTORIES,
+    OPTIMIZERS,
+    Oracle,
+    Scenario,
+    State,
+    data_of,
+    gradients,
+    scenario,
+    start_values,
+)
 
 import allred
 from allred import checkpoint, nest, startup, testing, world
@@ -59,14 +70,14 @@ class Rank:
     """A part on this rank, with allred."""
 
     def __init__(self, oracle: Oracle, root: pathlib.Path) -> None:
-        self.made, self.part, self.oracle, self.root = oracle.made, oracle.part, oracle, root
-        values = start_values(self.made)
+        self.plan, self.part, self.oracle, self.root = oracle.plan, oracle.part, oracle, root
+        values = start_values(self.plan)
         if allred.rank():
             values = [np.full_like(value, 99) for value in values]
-        self.params = trees.arrays(self.made.tree.leaves, values)
-        self.nest = self.made.tree.fill(self.params, random.Random(allred.rank()))
+        self.params = array_nests.arrays(self.plan.tree.leaves, values)
+        self.nest = self.plan.tree.fill(self.params, random.Random(allred.rank()))
         self.scaler = allred.GradScaler(8.0) if self.part.scaled else None
-        self.opt = self.distributed(OPTIMIZERS[self.made.optimizer]())
+        self.opt = self.distributed(OPTIMIZERS[self.plan.optimizer]())
         self.count = 0  # batches before this one
         self.hooks: dict[str, Any] = {}
 
@@ -86,20 +97,20 @@ class Rank:
     def refused(self) -> tuple[str, str]:
         """Try a restore that has to be refused. Return what is wrong, and the error."""
         kind = "damaged" if self.oracle.is_unreadable else self.part.wrong if self.oracle.found else ""
-        params, optimizer = list(self.params), OPTIMIZERS[self.made.optimizer]()
+        params, optimizer = list(self.params), OPTIMIZERS[self.plan.optimizer]()
         if not kind or (kind in ("shape", "names", "integer") and not params):
             return "", ""
         if kind == "optimizer":
             others = [new() for new in OPTIMIZERS.values()]
             optimizer = next(o for o in others if type(o) is not type(optimizer))
-        index = self.made.seed % max(len(params), 1)
+        index = self.plan.seed % max(len(params), 1)
         if kind == "shape":
             params[index] = np.ones((*params[index].shape, 2), params[index].dtype)
         if kind == "integer":
             params[index] = np.ones(params[index].shape, int)
             if not self.oracle.has_fractions(index):
                 return "", ""
-        filled = self.made.tree.fill(params)
+        filled = self.plan.tree.fill(params)
         filled = [filled] if kind == "names" else filled
         opt, text = self.distributed(optimizer), ""
 
@@ -109,7 +120,7 @@ class Rank:
 
         before = values()
         try:
-            if self.made.seed % 2:
+            if self.plan.seed % 2:
                 opt.restore(self.directory, filled)
             else:
                 with allred.Session(self.directory, log_steps=None) as session:
@@ -128,9 +139,9 @@ class Rank:
 
     def session(self) -> str:
         part, other = self.part, self.root / DIRECTORIES[1 - DIRECTORIES.index(self.part.directory)]
-        rows, losses = data_of(self.made)
+        rows, losses = data_of(self.plan)
         data = allred.data.batches(
-            rows, losses, batch_size=part.batch_size, epochs=self.made.epochs, seed=self.made.order
+            rows, losses, batch_size=part.batch_size, epochs=self.plan.epochs, seed=self.plan.order
         )
         makers: dict[str, Callable[[], Hook]] = {
             "averaging": lambda: Averaging(MovingAverage(self.nest, 0.75)),
@@ -140,7 +151,7 @@ class Rank:
         }
         self.hooks = {name: makers[name]() for name in part.hooks}
         hooks: list[Hook] = [*self.hooks.values()]
-        hooks.insert(self.made.seed % (len(hooks) + 1), Probe(self))
+        hooks.insert(self.plan.seed % (len(hooks) + 1), Probe(self))
         with allred.Session(
             self.directory if allred.rank() == 0 else None,
             save_steps=part.save_steps, keep=part.keep, keep_every=part.keep_every, max_steps=part.max_steps,
@@ -160,7 +171,7 @@ class Rank:
                 self.fail("after", is_it)
                 self.fail("exit", is_it)
                 session.log(loss=loss, examples=len(y))
-                if is_it and allred.rank() == self.made.seed % part.ranks:
+                if is_it and allred.rank() == self.plan.seed % part.ranks:
                     if part.end == "request":
                         session.request_stop()
                     if part.end == "signal":
@@ -173,40 +184,41 @@ class Rank:
     def step(self, rows: np.ndarray) -> None:
         scale = self.scaler.get_scale() if self.scaler else 1.0
         with contextlib.suppress(NonFiniteError):
-            self.opt.step(self.nest, self.made.tree.fill(gradients(self.params, rows, scale)))
+            self.opt.step(self.nest, self.plan.tree.fill(gradients(self.params, rows, scale)))
 
     def difference(self, state: State, when: str) -> str:
-        coarse = {leaf.dtype for leaf in self.made.tree.leaves} & {"f2", "bf16"}
-        tolerance = 4e-2 if coarse else 1e-4
-        pairs = {f"leaf {index}": pair for index, pair in enumerate(zip(self.params, state.params, strict=True))}
-        pairs["global_step"] = self.opt.global_step, state.step
-        pairs["scale"] = self.scaler.get_scale() if self.scaler else 1.0, state.scale or 1.0
+        tree = self.plan.tree
         got, want = (dict(nest.leaves(each.state_dict())) for each in (self.opt, state.optimizer))
-        servers = any(part.servers for part in self.made.parts)  # they make slots at once
-        if (want.keys() - got.keys()) if servers else got.keys() != want.keys():
-            return f"{when}: the state has {sorted(got)}, expected {sorted(want)}"
-        pairs |= {f"state {name!r}": (got[name], want[name]) for name in want}
+        if any(part.servers for part in self.plan.parts):  # they also have slots of parameters without a gradient
+            got = {name: value for name, value in got.items() if name in want}
+        tolerances = array_nests.tolerances(tree, want)
+        got |= {f"leaf {index}": param for index, param in enumerate(self.params)}
+        want |= {f"leaf {index}": param for index, param in enumerate(state.params)}
+        got |= {"step": self.opt.global_step, "scale": self.scaler.get_scale() if self.scaler else 1.0}
+        want |= {"step": state.step, "scale": state.scale or 1.0}
         if state.average is not None and self.hooks:
             averages = self.hooks["averaging"]._average.state_dict()["averages"]
-            pairs |= {f"average {i}": (averages[n], state.average[i]) for i, n in enumerate(self.made.tree.names)}
+            got |= {f"average {i}": np.asarray(averages[name], "f8") for i, name in enumerate(tree.names)}
+            want |= {f"average {i}": value for i, value in enumerate(state.average)}
+            tolerances |= {f"average {i}": tolerances[f"leaf {i}"] for i in range(len(tree.names))}
         if state.early is not None and self.hooks:
             early = self.hooks["early"]
-            pairs |= {"best": (early.best, state.early[0]), "since": (early.since, state.early[1])}
-        for name, (got, want) in pairs.items():
-            if not np.allclose(np.asarray(got, "f8"), np.asarray(want, "f8"), tolerance, tolerance, equal_nan=True):
-                return f"{when}: {name} is {np.asarray(got).tolist()}, expected {np.asarray(want).tolist()}"
-        return ""
+            got |= {"best": early.best, "since": early.since}
+            want |= {"best": state.early[0], "since": state.early[1]}
+            tolerances["best"] = 1e-10
+        text = array_nests.first_difference(got, want, tolerances)
+        return text and f"{when}: {text}"
 
     def loop(self) -> str:
         if (step := self.oracle.older_step) is not None:
             saved = checkpoint.read_checkpoint(self.directory / f"step-{step:08d}")
-            for param, name in zip(self.params, self.made.tree.names, strict=True):
+            for param, name in zip(self.params, self.plan.tree.names, strict=True):
                 param[...] = saved.params[name]
             self.opt.load_state_dict({**saved.meta["optimizer"], "slots": saved.slots})
         elif (restored := self.opt.restore(self.directory, self.nest)) != self.oracle.restored:
             return f"restored step {restored}, expected {self.oracle.restored}"
         batches = allred.data.batches(
-            data_of(self.made)[0], batch_size=self.part.batch_size, epochs=self.made.epochs, seed=self.made.order
+            data_of(self.plan)[0], batch_size=self.part.batch_size, epochs=self.plan.epochs, seed=self.plan.order
         )
         for number, rows in enumerate(batches):
             if number == self.part.at:
@@ -277,17 +289,17 @@ def play(oracle: Oracle, root: pathlib.Path, fails: bool, rank: int, size: int) 
         allred.shutdown()
 
 
-def check(made: Scenario, directory: pathlib.Path) -> Iterator[tuple[str, str | None]]:
+def check(plan: Scenario, directory: pathlib.Path) -> Iterator[tuple[str, str | None]]:
     """Run a scenario on this rank. Yield a difference, and what must be equal on all ranks of a part, after each."""
     rank, size = 0, 1
-    if was := world.is_initialized():
+    if had_world := world.is_initialized():
         rank, size = allred.rank(), allred.size()
         allred.shutdown()
     kept = os.environ.get("ALLRED_PRETEND_NODES"), os.environ.get("ALLRED_WATCHER")
     os.environ["ALLRED_WATCHER"] = "0"  # the start of one takes longer than a part
     try:
-        oracle = Oracle(made)
-        for number, part in enumerate(made.parts):
+        oracle = Oracle(plan)
+        for number, part in enumerate(plan.parts):
             oracle.part = part
             for kind in part.damage:
                 step = oracle.damage(kind)
@@ -308,7 +320,7 @@ def check(made: Scenario, directory: pathlib.Path) -> Iterator[tuple[str, str | 
         for name, value in zip(("ALLRED_PRETEND_NODES", "ALLRED_WATCHER"), kept, strict=True):
             os.environ.pop(name, None)
             os.environ.update({} if value is None else {name: value})
-    if was:
+    if had_world:
         allred.init()
 
 

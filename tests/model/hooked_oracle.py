@@ -1,18 +1,18 @@
 """The expected results of hooked.py: all ranks in one process, with the torch optimizer without hooks.
 
 `Oracle` follows docs/torch-optimizer.md: a pass outside of no_sync() ends with a reduction, and so does a step of a
-rank whose gradients are not reduced. The reductions of all ranks come in pairs; `Oracle` lets each rank run to its next
-one, as a generator, and combines the gradients in double precision.
+rank whose gradients are not reduced. A reduction is collective: `Oracle` runs each rank as a
+generator up to its next reduction, then combines the gradients of all ranks in double precision.
 """
 
-import contextlib
 import copy
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from hooked_plans import Action, Pass, Scenario, change, freeze, set_lr, torch_optimizer
-from torch_nets import Net, local_gradients, wide
+from hooked_scenarios import Action, Pass, Scenario, change, freeze, set_lr, torch_optimizer
+from torch_modules import Net, local_gradients, wide
 
 import allred
 from allred.errors import AllredError, DriftError, InputError, MismatchError, NonFiniteError
@@ -34,7 +34,7 @@ class OutOfPhase(Refused):
 
 
 class Unsupported(Exception):  # noqa: N818
-    """torch itself refuses the update, such as a fused one with momentum of some parameters only."""
+    """The scenario ends here: `Oracle` does not know the result."""
 
 
 class RankState:
@@ -43,6 +43,7 @@ class RankState:
     def __init__(self, count: int) -> None:
         self.grads: list[Any] = [None] * count
         self.marks = [""] * count  # "reduced", "mixed": with op=Sum or a scaler of allred
+        self.norm: float | None = None  # with clip_norm, of the last step
         self.restart()
 
     def restart(self) -> None:
@@ -55,19 +56,19 @@ class RankState:
 
 
 class Oracle:
-    def __init__(self, made: Scenario) -> None:
-        self.made = made
-        self.net = Net(made.kinds, made.dtype, made.seed)
+    def __init__(self, plan: Scenario) -> None:
+        self.plan = plan
+        self.net = Net(plan.kinds, plan.dtype, plan.seed)
         self.params = list(self.net.parameters())
-        self.opt = torch_optimizer(made, self.net)
-        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.opt, 0.5) if made.schedule else None
-        self.torch_scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if made.scaler == "torch" else None
-        self.own_scale = 8.0 if made.scaler == "allred" else 1.0
+        self.opt = torch_optimizer(plan, self.net)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.opt, 0.5) if plan.schedule else None
+        self.torch_scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if plan.scaler == "torch" else None
+        self.own_scale = 8.0 if plan.scaler == "allred" else 1.0
         self.steps = self.skipped = 0
         self.ended = False
-        self.is_skipped = self.unknown = False  # unknown: what the gradients are
-        self.once = made.options.get("op") is allred.Sum or made.scaler == "allred"  # gradients are reduced once
-        self.ranks = [RankState(len(self.params)) for _ in made.members]
+        self.is_skipped = self.gradients_are_undefined = False
+        self.once = plan.options.get("op") is allred.Sum or plan.scaler == "allred"  # gradients are reduced once
+        self.ranks = [RankState(len(self.params)) for _ in plan.members]
         self.saved: Any = None
 
     @property
@@ -76,7 +77,7 @@ class Oracle:
 
     def act(self, action: Action) -> None:
         if self.ended:
-            raise Unsupported
+            raise Unsupported("after an error whose effect on a rank is not known")
         try:
             getattr(self, action.kind)(action)
         except Refused:  # the program calls zero_grad() then
@@ -86,7 +87,7 @@ class Oracle:
             self.is_skipped = False
             if self.torch_scaler is not None:
                 self.torch_scaler = torch.amp.GradScaler("cpu", init_scale=self.scale)
-                self.ended |= self.made.variant == "fused"  # torch leaves its scale in the optimizer
+                self.ended |= self.plan.variant == "fused"  # torch leaves its scale in the optimizer
             raise
 
     # A step.
@@ -98,7 +99,7 @@ class Oracle:
             self.zero_all(action.zero_first == "none")
         if action.frozen_by >= 0 and self.params[0].requires_grad and any(action.passes):
             raise Refused(MismatchError, InputError)
-        if action.closure and self.made.optimizer == "LBFGS":
+        if action.closure and self.plan.optimizer == "LBFGS":
             self.opt.step(lambda: self.closure(action.passes[0]))
             self.steps += 1
             return
@@ -117,7 +118,7 @@ class Oracle:
     def run(self, action: Action, rank: RankState, passes: list[Pass]) -> Iterator[int | None]:
         """The passes of a rank up to its update. Yields its samples at each reduction."""
         if action.closure:
-            self.unknown = False
+            self.gradients_are_undefined = False
             rank.zero(True)
         for one in passes:
             yield from self.one_pass(rank, one)
@@ -155,7 +156,7 @@ class Oracle:
         if one.how == "local":
             rank.reduced = False
             return
-        count = self.made.options.get("accumulate", 1)
+        count = self.plan.options.get("accumulate", 1)
         if count > 1:
             rank.micro.append(one.samples)
             if len(rank.micro) < count:
@@ -171,7 +172,7 @@ class Oracle:
             raise Refused(InputError)
         if self.once and any("mixed" in each for each in marks):
             raise Refused(InputError)
-        is_sum = self.made.options.get("op") is allred.Sum
+        is_sum = self.plan.options.get("op") is allred.Sum
         weights = [1.0 if count is None or (is_sum and count) else float(count) for count in samples]
         given = [any(rank.grads[index] is not None for rank in ranks) for index in range(len(self.params))]
         trained = [index for index, parameter in enumerate(self.params) if parameter.requires_grad or given[index]]
@@ -180,14 +181,14 @@ class Oracle:
                 raise Refused(MismatchError)
         trained = [index for index in trained if not any(self.once and each[index] for each in marks)]
         used = [rank.grads[index] for rank, w in zip(ranks, weights, strict=True) if w for index in trained]
-        policy = self.made.options.get("nonfinite", "skip" if self.made.scaler == "allred" else "raise")
+        policy = self.plan.options.get("nonfinite", "skip" if self.plan.scaler == "allred" else "raise")
         if policy != "ignore" and not all(grad is None or grad.isfinite().all() for grad in used):
             if policy == "raise":
                 raise Refused(NonFiniteError)
             self.skipped += not self.is_skipped
-            self.own_scale *= 0.5 if self.made.scaler == "allred" and not self.is_skipped else 1
-            self.is_skipped = self.unknown = True
-        elif self.unknown:
+            self.own_scale *= 0.5 if self.plan.scaler == "allred" and not self.is_skipped else 1
+            self.is_skipped = self.gradients_are_undefined = True
+        elif self.gradients_are_undefined:
             raise Unsupported("some gradients of a skipped step are reduced, others are not")
         else:
             self.is_skipped = False
@@ -218,12 +219,19 @@ class Oracle:
                     one is None or torch.equal(one.nan_to_num(), two.nan_to_num())
                 ):
                     raise Refused(InputError)
-        if (limit := self.made.options.get("clip_norm")) is not None:
+        if (limit := self.plan.options.get("clip_norm")) is not None:
             factor = 1.0 if self.torch_scaler is None or self.unscaled else self.torch_scaler.get_scale()
-            clip(grads, limit * factor, finite_only=True)
+            norm = clip(grads, limit * factor, finite_only=True) / factor
+            if math.isfinite(norm) or self.torch_scaler is None or self.plan.variant == "fused":  # torch calls step()
+                for rank in ranks:
+                    rank.norm = norm
         self.assign(grads)
-        with torch_may_refuse():
+        try:
             self.update(grads)
+        except TypeError as error:
+            if self.plan.variant == "fused" and self.plan.optimizer in ("momentum", "nesterov"):
+                raise Unsupported("torch refuses a fused update with momentum of some parameters only") from error
+            raise
         for rank in ranks:  # some updates of torch change gradients
             rank.grads = [None if parameter.grad is None else wide(parameter.grad) for parameter in self.params]
 
@@ -242,7 +250,7 @@ class Oracle:
             finite = all(grad is None or grad.isfinite().all() for grad in grads)
         self.torch_scaler.step(self.opt)
         self.torch_scaler.update()
-        self.steps += finite or self.made.variant == "fused"  # torch calls step() of fused optimizers, which skip it
+        self.steps += finite or self.plan.variant == "fused"  # torch calls step() of fused optimizers, which skip it
 
     def assign(self, grads: list[Any]) -> None:
         for parameter, grad in zip(self.params, grads, strict=True):
@@ -257,8 +265,10 @@ class Oracle:
         samples = [one.samples for one in passes]
         self.reduce(self.ranks, samples)
         grads = self.ranks[0].grads
-        if (limit := self.made.options.get("clip_norm")) is not None:
-            clip(grads, limit, finite_only=True)
+        if (limit := self.plan.options.get("clip_norm")) is not None:
+            norm = clip(grads, limit, finite_only=True)
+            for rank in self.ranks:
+                rank.norm = norm
         self.assign(grads)
         counts = [1 if count is None else count for count in samples]
         mean = sum(loss * count for (loss, _), count in zip(found, counts, strict=True) if count) / sum(counts)
@@ -304,7 +314,7 @@ class Oracle:
         self.zero_all(bool(action.number % 2))
 
     def zero_all(self, to_none: bool) -> None:
-        self.unknown = False
+        self.gradients_are_undefined = False
         for rank in self.ranks:
             rank.zero(to_none)
 
@@ -314,7 +324,7 @@ class Oracle:
     def drift(self, action: Action) -> None:
         changed = self.params[action.number % len(self.params)]
         if not all(each.isfinite().all() for each in self.params):
-            raise Unsupported
+            raise Unsupported("drift of parameters that are not finite")
         if len(self.ranks) > 1 and changed.numel() and changed.requires_grad:
             raise Refused(DriftError)
         self.step(action)
@@ -325,14 +335,6 @@ class Oracle:
             if active:
                 self.step(action, active)
         self.zero_all(True)
-
-
-@contextlib.contextmanager
-def torch_may_refuse() -> Iterator[None]:
-    try:
-        yield
-    except (RuntimeError, TypeError) as error:
-        raise Unsupported from error
 
 
 def total(counts: list[int | None]) -> int | None:
@@ -348,11 +350,13 @@ def combine(grads: list[Any], weights: list[float], is_sum: bool) -> Any:
     return sum(parts, torch.zeros_like(some)) / (1 if is_sum else sum(weights))
 
 
-def clip(grads: list[Any], limit: float, finite_only: bool = False) -> None:
+def clip(grads: list[Any], limit: float, finite_only: bool = False) -> float:
+    """Scale gradients in place. Return the norm before."""
     norm = (
         torch.stack([grad.abs().square().sum() for grad in grads if grad is not None] or [torch.zeros(())]).sum().sqrt()
     )
     if finite_only and (not norm.isfinite() or norm <= limit):
-        return
+        return float(norm)
     factor = (limit / (norm + (0 if finite_only else 1e-6))).clamp(max=1.0)
     grads[:] = [None if grad is None else grad * factor for grad in grads]
+    return float(norm)

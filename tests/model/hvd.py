@@ -13,18 +13,18 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import array_nests
 import hvd_training
 import process_group
 import torch
 import torch.distributed as dist
-import trees
 
 import allred
 import allred.compat.horovod
 
 import horovod.torch as hvd  # isort: skip  (allred.compat.horovod makes it)
 
-OWN_WORLDS = True
+CREATES_WORLDS = True
 DOORS = ["hvd", "hvd", "sets", "allred", "allred, hvd", "torch", "comm"]
 FLOATS = ["float32", "float32", "float64", "float16", "bfloat16"]
 REDUCED = [*FLOATS, "int64", "int32", "int16", "uint8", "int8", "bool"]
@@ -65,7 +65,7 @@ COMPRESSIONS: dict[str, Any] = {"": hvd.Compression.none, "fp16": hvd.Compressio
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Call(trees.Plan):
+class Call(array_nests.Plan):
     kind: str
     members: tuple[int, ...]
     seed: int
@@ -94,7 +94,7 @@ class Call(trees.Plan):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Scenario(trees.Plan):
+class Scenario(array_nests.Plan):
     size: int
     door: str
     sets: tuple[tuple[int, ...], ...]
@@ -335,7 +335,7 @@ class Run:
                 return f"result {number} is another tensor"
             if not call.in_place and differs(self.given[number], self.inputs[number], True):
                 return f"input {number} has changed"
-        if not all(made.has_gaps() for made in self.made):
+        if not all(made.gaps_are_unchanged() for made in self.made):
             return "elements beside those of a tensor have changed"
         return self.gradients() if call.gradient and self.results else ""
 
@@ -420,31 +420,31 @@ class Run:
 # ---- The ranks
 
 
-def _worlds(made: Scenario) -> dict[tuple[int, ...], Any]:
+def _worlds(plan: Scenario) -> dict[tuple[int, ...], Any]:
     """Make the world; return its process sets by their ranks."""
-    sets: dict[tuple[int, ...], Any] = {members: hvd.ProcessSet(list(members)) for members in made.sets}
-    if made.door.startswith("allred"):
+    sets: dict[tuple[int, ...], Any] = {members: hvd.ProcessSet(list(members)) for members in plan.sets}
+    if plan.door.startswith("allred"):
         allred.init()
-    elif made.door == "torch":
+    elif plan.door == "torch":
         dist.init_process_group("allred")
-    elif made.door == "comm":
+    elif plan.door == "comm":
         from mpi4py import MPI
 
         hvd.init(MPI.COMM_WORLD)
-    if "hvd" in made.door:
+    if "hvd" in plan.door:
         hvd.init()
-    if made.door == "sets":
+    if plan.door == "sets":
         hvd.init(process_sets=list(sets.values()))
     else:
-        for members in made.sets:
+        for members in plan.sets:
             sets[members] = hvd.add_process_set(sets[members] if len(members) % 2 else list(members))
-    return {**sets, tuple(range(made.size)): hvd.global_process_set}
+    return {**sets, tuple(range(plan.size)): hvd.global_process_set}
 
 
-def check(made: Scenario, directory: pathlib.Path) -> Iterator[tuple[str, str | None]]:
-    sets = _worlds(made)
-    training = iter(()) if made.training is None else hvd_training.check(made.training, directory, sets)
-    for number, burst in itertools.zip_longest(range(len(made.bursts)), made.bursts):
+def check(plan: Scenario, directory: pathlib.Path) -> Iterator[tuple[str, str | None]]:
+    sets = _worlds(plan)
+    training = iter(()) if plan.training is None else hvd_training.check(plan.training, directory, sets)
+    for number, burst in itertools.zip_longest(range(len(plan.bursts)), plan.bursts):
         runs = [Run(call, hvd.rank(), sets) for call in burst if hvd.rank() in call.members]
         if burst and burst[0].wrong:
             yield _wrong(runs)
@@ -452,14 +452,14 @@ def check(made: Scenario, directory: pathlib.Path) -> Iterator[tuple[str, str | 
             continue
         for run in runs:
             run.start()
-        if made.across[number]:
+        if plan.across[number]:
             yield from itertools.islice(training, 2)
         problems = [f"{run.call}: {problem}" for run in reversed(runs) if (problem := run.wait())]
         yield f"burst {number}: {problems[0]}" if problems else "", None
-        if not made.across[number]:
+        if not plan.across[number]:
             yield from itertools.islice(training, 2)
     yield from training
-    if made.door == "torch":
+    if plan.door == "torch":
         dist.destroy_process_group()
     hvd.shutdown()
 

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import hooked
-import hooked_plans
+import hooked_scenarios
 import torch
 from hooked_oracle import Oracle, RankState, Refused
-from hooked_plans import Action, Pass, Scenario
-from torch_nets import wide
+from hooked_scenarios import Action, Pass, Scenario
+from torch_modules import wide
 
 import allred.torch as hvd
 from allred.errors import MismatchError
@@ -39,28 +39,28 @@ class Halves:
 
 def scenario(rng: random.Random, size: int) -> Scenario:
     """A scenario of hooked.py without what Horovod's interface lacks."""
-    made = hooked_plans.scenario(rng, size)
-    is_plain = made.optimizer == "LBFGS" or made.scaler == "torch"
-    options: dict[str, Any] = {key: value for key, value in made.options.items() if key == "accumulate"}
+    plan = hooked_scenarios.scenario(rng, size)
+    is_plain = plan.optimizer == "LBFGS" or plan.scaler == "torch"
+    options: dict[str, Any] = {key: value for key, value in plan.options.items() if key == "accumulate"}
     how = rng.choice(["", "", "", "Sum", "fp16", "own", "predivide", "Min", "Max", "Product", "dense"])
     how = how if not is_plain or how in ("", "predivide") else ""
-    how = "" if how in (*EXTREME, "own") and "sparse" in made.kinds else how
+    how = "" if how in (*EXTREME, "own") and "sparse" in plan.kinds else how
     options |= {"how": how, "nonfinite": "ignore"}
     options["op"] = getattr(hvd, how) if how in ("Sum", *EXTREME) else hvd.Average
     options |= {"compression": how} if how == "fp16" else {}
-    kinds = tuple("linear" if kind == "complex" and how not in ("", "Sum") else kind for kind in made.kinds)
-    made = dataclasses.replace(
-        made,
+    kinds = tuple("linear" if kind == "complex" and how not in ("", "Sum") else kind for kind in plan.kinds)
+    plan = dataclasses.replace(
+        plan,
         kinds=kinds,
-        named="module" if made.named == "equal" else made.named,
-        scaler=made.scaler if made.scaler == "torch" else "",
+        named="module" if plan.named == "equal" else plan.named,
+        scaler=plan.scaler if plan.scaler == "torch" else "",
         options=options,
     )
-    actions = [_action(made, action) for action in made.actions if size > 1 or action.kind not in ("save", "restore")]
-    return dataclasses.replace(made, actions=tuple(actions))
+    actions = [_action(plan, action) for action in plan.actions if size > 1 or action.kind not in ("save", "restore")]
+    return dataclasses.replace(plan, actions=tuple(actions))
 
 
-def _action(made: Scenario, action: Action) -> Action:
+def _action(plan: Scenario, action: Action) -> Action:
     """Without samples and no_sync(). number % 2: whether a step calls synchronize()."""
     passes = tuple(tuple(_pass(one) for one in row) for row in action.passes)
     return dataclasses.replace(action, passes=passes, unscale=action.unscale and bool(action.number % 2))
@@ -70,25 +70,25 @@ def _pass(one: Pass) -> Pass:
     return dataclasses.replace(one, how="none" if one.how == "local" else one.how, samples=None)
 
 
-def synchronizes(made: Scenario, action: Action) -> bool:
+def synchronizes(plan: Scenario, action: Action) -> bool:
     """Whether a step calls synchronize(), and step() in skip_synchronize()."""
-    return action.steps and not action.closure and (bool(action.number % 2) or made.scaler == "torch")
+    return action.steps and not action.closure and (bool(action.number % 2) or plan.scaler == "torch")
 
 
-def uses_horovod(made: Scenario, action: Action) -> bool:
+def uses_horovod(plan: Scenario, action: Action) -> bool:
     """Whether the functions of Horovod broadcast, which are for all ranks. join() needs those of allred: number 0."""
-    return len(made.members) == made.size and made.optimizer != "LBFGS" and bool(action.number)
+    return len(plan.members) == plan.size and plan.optimizer != "LBFGS" and bool(action.number)
 
 
 class HorovodOracle(Oracle):
-    def __init__(self, made: Scenario) -> None:
-        super().__init__(made)
-        self.how = made.options["how"]
-        self.is_reduced = made.size > 1
-        self.once, self.in_closure = self.is_reduced and made.options["op"] is not hvd.Average, False
+    def __init__(self, plan: Scenario) -> None:
+        super().__init__(plan)
+        self.how = plan.options["how"]
+        self.is_reduced = plan.size > 1
+        self.once, self.in_closure = self.is_reduced and plan.options["op"] is not hvd.Average, False
 
     def run(self, action: Action, rank: RankState, passes: list[Pass]) -> Iterator[int | None]:
-        if not synchronizes(self.made, action):
+        if not synchronizes(self.plan, action):
             yield from super().run(action, rank, passes)
             return
         yield from super().run(dataclasses.replace(action, factor=1.0, clip=None, unscale=False), rank, passes)
@@ -140,7 +140,7 @@ class HorovodOracle(Oracle):
             rank.restart()
 
     def broadcast(self, action: Action) -> None:
-        if uses_horovod(self.made, action):
+        if uses_horovod(self.plan, action):
             self.forget()
 
     def state(self, action: Action) -> None:
@@ -154,18 +154,18 @@ class HorovodOracle(Oracle):
 class HorovodRank(hooked.Rank):
     """The scenario on this rank, with DistributedOptimizer."""
 
-    def __init__(self, made: Scenario, directory: pathlib.Path, process_set: Any) -> None:
+    def __init__(self, plan: Scenario, directory: pathlib.Path, process_set: Any) -> None:
         self.process_set, self.pending = process_set, False  # pending: backward() since the last step
-        super().__init__(made, directory)
+        super().__init__(plan, directory)
 
     def distribute(self) -> None:
-        made, how = self.made, self.made.options["how"]
-        options: dict[str, Any] = {"op": made.options["op"], "process_set": self.process_set}
-        options |= {"backward_passes_per_step": made.options.get("accumulate", 1)}
+        plan, how = self.plan, self.plan.options["how"]
+        options: dict[str, Any] = {"op": plan.options["op"], "process_set": self.process_set}
+        options |= {"backward_passes_per_step": plan.options.get("accumulate", 1)}
         options |= {"fp16": {"compression": hvd.Compression.fp16}, "own": {"compression": Halves}}.get(how, {})
         options |= {"predivide": {"gradient_predivide_factor": 4.0}, "dense": {"sparse_as_dense": True}}.get(how, {})
-        options |= {"groups": 2} if made.seed % 3 == 0 else {}
-        options |= {"named_parameters": self.net.named_parameters()} if made.named else {}
+        options |= {"groups": 2} if plan.seed % 3 == 0 else {}
+        options |= {"named_parameters": self.net.named_parameters()} if plan.named else {}
         hvd.DistributedOptimizer(self.opt, **options)
 
     def backward(self, one: Pass) -> torch.Tensor:
@@ -188,7 +188,7 @@ class HorovodRank(hooked.Rank):
 
     @contextlib.contextmanager
     def synchronized(self, action: Action) -> Iterator[None]:
-        if not synchronizes(self.made, action):
+        if not synchronizes(self.plan, action):
             yield
             return
         self.opt.synchronize()
@@ -213,10 +213,10 @@ class HorovodRank(hooked.Rank):
     def broadcast(self, action: Action) -> None:
         if self.opt.allred is None:
             return
-        if not uses_horovod(self.made, action):
+        if not uses_horovod(self.plan, action):
             super().broadcast(action)
             return
-        self.spoil(root := action.number % self.made.size)
+        self.spoil(root := action.number % self.plan.size)
         forms = self.net.state_dict(), list(self.net.named_parameters()), list(self.net.parameters())
         hvd.broadcast_parameters(forms[action.number % 3], root_rank=root)
         hvd.broadcast_optimizer_state(self.opt, root_rank=root)
@@ -242,9 +242,9 @@ class HorovodRank(hooked.Rank):
 
 
 def check(
-    made: Scenario, directory: pathlib.Path, sets: dict[tuple[int, ...], Any]
+    plan: Scenario, directory: pathlib.Path, sets: dict[tuple[int, ...], Any]
 ) -> Iterator[tuple[str, str | None]]:
     def rank(*arguments: Any) -> HorovodRank:
-        return HorovodRank(*arguments, sets[made.members])
+        return HorovodRank(*arguments, sets[plan.members])
 
-    return hooked.check(made, directory, HorovodOracle, rank)
+    return hooked.check(plan, directory, HorovodOracle, rank)

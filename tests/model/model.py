@@ -1,4 +1,5 @@
-"""The model of the surface: random scenarios, each compared with an oracle after every action.
+"""Model-based tests: random scenarios of one part of the API (a surface), each compared after every action with an
+oracle (a reference computation in one process).
 
     python tests/model/model.py --surface optimizers --number 1000 --seed 7       under mpirun, in all worlds
     python tests/model/model.py --surface optimizers --seed 123 --number 1 --ranks 3 --world shm     one scenario
@@ -7,7 +8,7 @@ A surface is a module with `scenario(rng, size)`, which makes a scenario from a 
 directory)`, a generator that runs it on this rank. It yields after each action two texts: the difference from the
 oracle, or ""; and what must be equal on all ranks, None on a rank that takes no part. The seed of a failure is printed.
 The scenario follows from the seed and the number of ranks. test_model.py runs scenarios in threads, where hypothesis
-makes a failure shorter.
+shrinks failures.
 """
 
 import argparse
@@ -38,6 +39,7 @@ WORLDS = {
 NODES = {2: "1,1", 3: "2,1", 4: "2,2"}  # of world tcp: numbers of ranks on pretended nodes
 BATCH, BATCH_OF_SLOW = 100, 20  # scenarios of a job
 SLOW = ("servers", "checkpoints")
+ONE_PROCESS = ("data",)  # without communication: a process runs all ranks of a scenario
 
 
 def main() -> int:
@@ -50,11 +52,13 @@ def main() -> int:
         surface = next(surfaces)
         ranks, world = random.Random(seed).choice(jobs)
         world = "shm" if world == "openmpi" and surface in OF_TORCH else world
+        ranks, world = (1, "shm") if surface in ONE_PROCESS else (ranks, world)
         last = seed + min(BATCH_OF_SLOW if surface in SLOW else BATCH, arguments.number - done)
         done += last - seed
-        while seed < last:  # again behind a scenario that failed
+        while seed < last:  # continue after a scenario that failed
             failed, text = play(surface, ranks, world, seed, last)
             if failed is None:
+                print(text, end="", flush=True)
                 break
             failures.append(f"--surface {surface} --seed {failed} --number 1 --ranks {ranks} --world {world!r}")
             print(f"FAILED {failures[-1]}\n{text}", flush=True)
@@ -66,7 +70,7 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--surface", nargs="+", choices=SURFACES, default=SURFACES)
     parser.add_argument("--number", type=int, default=1000, help="of scenarios")
     parser.add_argument("--seconds", type=float, default=0, help="stop after this time; default: no limit")
@@ -77,19 +81,20 @@ def _arguments() -> argparse.Namespace:
 
 
 def play(surface: str, ranks: int, world: str, first: int, last: int) -> tuple[int | None, str]:
-    """Run scenarios as one job. Return the seed of the first one that failed, and the output; None if none did."""
+    """Run scenarios as one job. Return the seed of the first one that failed, and the output; None if none did,
+    and notes."""
     environment = WORLDS[world] | {"ALLRED_TIMEOUT_S": "30", "ALLRED_BANNER": "0", "OMP_NUM_THREADS": "1"}
     environment |= {"ALLRED_PRETEND_NODES": NODES[ranks]} if world == "tcp" and ranks > 1 else {}
     limit_s, program = 60 + 5 * (last - first), [HERE / "rank_program.py", surface, str(first), str(last)]
     mpi = "openmpi" if world == "openmpi" else "mpich"
     try:
         done = mpirun(ranks, *program, mpi=mpi, timeout_s=limit_s, env=environment)
-        text = done.text
+        text, ended = done.text, done.code == 0 and not done.left
     except TimeoutError as error:
-        text = str(error)
+        text, ended = str(error), False
     lines = text.splitlines()
-    if f"passed {first} to {last}" in lines:
-        return None, ""
+    if ended and f"passed {first} to {last}" in lines:
+        return None, "".join(f"{surface}: {line}\n" for line in lines if line.startswith("ended early: "))
     started = [int(line.split()[1]) for line in lines if line.startswith("scenario ")]
     kept = [line for line in lines if line and not line.startswith(("scenario ", "Abort(", "rank "))]
     problems = dict.fromkeys(line for line in lines if line.startswith("rank "))

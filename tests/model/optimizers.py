@@ -8,17 +8,18 @@ errors.
 
 import copy
 import dataclasses
+import math
 import pathlib
 import random
 from collections.abc import Iterator
 from typing import Any
 
+import array_nests
 import ml_dtypes
 import numpy as np
-import trees
 
 import allred
-from allred import nest, optim
+from allred import nest, optim, world
 from allred.errors import AllredError, DriftError, InputError, MismatchError, NonFiniteError
 
 FAULTS = ["shape", "extra", "negative samples", "some samples", "dtype", "integer", "nan", "inf", "nan", "inf"]
@@ -56,13 +57,13 @@ class Descent:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Gradients(trees.Plan):
+class Gradients(array_nests.Plan):
     """The gradients of one micro-step of one rank."""
 
     seed: int
     samples: int | None = None
     missing: frozenset[int] = frozenset()
-    leaves: tuple[trees.Leaf, ...] | None = None  # layouts and ties, if not those of contiguous arrays
+    leaves: tuple[array_nests.Leaf, ...] | None = None  # layouts and ties, if not those of contiguous arrays
     form: str = "arrays"  # or "numbers" where 0-d, or "read-only"
     early: tuple[int, ...] = ()  # passed to opt.reduce() before
     fault: str = ""
@@ -76,7 +77,7 @@ class Gradients(trees.Plan):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Action(trees.Plan):
+class Action(array_nests.Plan):
     """kind: a method of `Oracle` and `Rank`. gradients: by micro-step and rank. number: what the kind needs."""
 
     kind: str
@@ -85,9 +86,9 @@ class Action(trees.Plan):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Scenario(trees.Plan):
+class Scenario(array_nests.Plan):
     size: int
-    tree: trees.Tree
+    tree: array_nests.Tree
     seed: int
     optimizer: str
     options: dict[str, Any]
@@ -96,6 +97,7 @@ class Scenario(trees.Plan):
     function: bool  # a gradient function with a plain optimizer
     early: bool  # gradients are passed to opt.reduce() in some steps
     shares: bool
+    check_steps: int  # 0: gradients are sent early in the second step already
     members: tuple[int, ...]
     actions: tuple[Action, ...]
 
@@ -108,15 +110,15 @@ def scenario(rng: random.Random, size: int) -> Scenario:
     if size > 1 and rng.random() < 0.15:
         members = tuple(sorted(rng.sample(range(size), rng.randint(1, size))))
     function = rng.random() < 0.12
-    dtypes = rng.choice([["f4"], ["f8"], ["f4", "f8"], ["f4", "f2"], ["bf16", "f4"], list(trees.DTYPES)])
-    tree = trees.tree(rng, dtypes, ties=rng.random() < 0.25)
+    dtypes = rng.choice([["f4"], ["f8"], ["f4", "f8"], ["f4", "f2"], ["bf16", "f4"], list(array_nests.DTYPES)])
+    tree = array_nests.tree(rng, dtypes, ties=rng.random() < 0.25)
     options = {} if function else _options(rng)
     if rng.random() < 0.2:
         options["compression"] = rng.choice([allred.Compression.fp16, allred.Compression.bf16])
     if rng.random() < 0.3:
         options["bucket_bytes"] = rng.choice([16, 64, 4096])
     wide, options["op"] = rng.random() < 0.1, rng.choice([allred.Average, allred.Average, allred.Sum])
-    made = Scenario(
+    plan = Scenario(
         size=size,
         tree=tree,
         seed=rng.randrange(2**16),
@@ -127,21 +129,24 @@ def scenario(rng: random.Random, size: int) -> Scenario:
         function=function,
         early=rng.random() < 0.3 and "accumulate" not in options and not function and not wide,
         shares=bool(options.get("sharded")) and rng.random() < 0.5,
+        check_steps=rng.choice([100, 0]),
         members=members,
         actions=(),
     )
     kinds = ["step"] * 10 + ["broadcast", "state", "save", "restore", "lr"]
-    kinds += [] if made.shares else ["change", "rebind", "drift"]
+    kinds += [] if plan.shares else ["change", "rebind", *["drift"] * bool(plan.check_steps)]
+    kinds += ["broadcast"] * 3 if len(members) < size else []
     kinds += ["abandon"] if "accumulate" in options else []
     kinds += ["join"] if len(members) == size and not function else []
     kinds = ["step", "step", "step", "change"] if function else kinds
     if len(set(tree.names)) < len(tree.names):
         kinds = ["step"]
     actions: list[Action] = []
-    for _ in range(rng.randint(1, 7)):
-        action = _action(rng, made, rng.choice(kinds))
+    kinds += ["step"] * 20 * plan.early  # an error, and most of the other actions, end the agreed order
+    for _ in range(rng.randint(4, 9) if plan.early else rng.randint(1, 7)):
+        action = _action(rng, plan, rng.choice(kinds))
         actions += [Action("broadcast"), action] if action.kind == "join" else [action]  # join() knows its parameters
-    return dataclasses.replace(made, actions=tuple(actions))
+    return dataclasses.replace(plan, actions=tuple(actions))
 
 
 def _options(rng: random.Random) -> dict[str, Any]:
@@ -151,54 +156,61 @@ def _options(rng: random.Random) -> dict[str, Any]:
     if rng.random() < 0.4:
         options["nonfinite"] = rng.choice(["raise", "skip", "ignore"])
     if rng.random() < 0.2:
-        options["clip_norm"] = rng.choice([0.5, 1.0, 100.0])
+        options["clip_norm"] = rng.choice([0.5, 1.0, 100.0, math.inf])
     if rng.random() < 0.25:
         options["sharded"] = True
     return options
 
 
-def _action(rng: random.Random, made: Scenario, kind: str) -> Action:
+def _action(rng: random.Random, plan: Scenario, kind: str) -> Action:
     if kind not in ("step", "join", "drift", "abandon"):
         return Action(kind, number=rng.randrange(2**10))
-    micro_steps, ranks = made.options.get("accumulate", 1), len(made.members)
+    micro_steps, ranks = plan.options.get("accumulate", 1), len(plan.members)
     counts = rng.choice(["unknown", "unknown", "equal", "uneven"])
-    counts = "unknown" if made.function or kind != "step" else counts
+    counts = "unknown" if plan.function or kind != "step" else counts
     missing = rng.random() < 0.3 and kind == "step"
-    early = made.early and rng.random() < 0.7
-    grads = [[_gradients(rng, made, counts, missing, early) for _ in range(ranks)] for _ in range(micro_steps)]
+    early = plan.early and rng.random() < 0.7
+    grads = [[_gradients(rng, plan, counts, missing, early) for _ in range(ranks)] for _ in range(micro_steps)]
     if kind != "step":  # ranks that have joined do not learn of an error; a difference is the only problem of a drift
         grads = [[Gradients(each.seed) for each in micro] for micro in grads]
     if rng.random() < 0.3 and kind == "step":
         micro, rank, faults = rng.randrange(micro_steps), rng.randrange(ranks), FAULTS
-        place = rng.randrange(len(made.tree.leaves)) if made.tree.leaves else 0
-        faults = [fault for fault in FAULTS if not (made.function and fault in _NOT_OF_FUNCTIONS)]
-        if made.early and ranks == 1:  # the agreed order has dtypes too
+        filled = [index for index, leaf in enumerate(plan.tree.leaves) if math.prod(leaf.shape)]
+        place = rng.choice(filled or [0])
+        faults = [fault for fault in FAULTS if not (plan.function and fault in _NOT_OF_FUNCTIONS)]
+        if plan.early and ranks == 1:  # the agreed order has dtypes too
             faults = [fault for fault in faults if fault not in ("dtype", "integer")]
-        grads[micro][rank] = dataclasses.replace(grads[micro][rank], fault=rng.choice(faults), place=place)
-        plain = micro_steps == 1 and counts == "unknown" and not made.scaled and "compression" not in made.options
-        if rng.random() < 0.15 and plain and made.options["op"] is allred.Sum:  # finite gradients, whose sum may not be
+        missing_here = grads[micro][rank].missing - ({place} if rng.random() < 0.8 else set())
+        grads[micro][rank] = dataclasses.replace(
+            grads[micro][rank], fault=rng.choice(faults), place=place, missing=missing_here
+        )
+        if counts == "uneven" and grads[micro][rank].fault in ("nan", "inf") and rng.random() < 0.7:
+            for each in grads:  # a rank without samples, whose gradients are not used
+                each[rank] = dataclasses.replace(each[rank], samples=0)
+        plain = micro_steps == 1 and counts == "unknown" and not plan.scaled and "compression" not in plan.options
+        if rng.random() < 0.15 and plain and plan.options["op"] is allred.Sum:  # finite gradients, whose sum may not be
             grads = [[Gradients(each.seed, fault="large", place=place) for each in grads[0]]]
     return Action(kind, tuple(map(tuple, grads)), rng.randrange(2**10))
 
 
-def _gradients(rng: random.Random, made: Scenario, counts: str, missing: bool, early: bool) -> Gradients:
-    leaves, indices = made.tree.leaves, range(len(made.tree.leaves))
+def _gradients(rng: random.Random, plan: Scenario, counts: str, missing: bool, early: bool) -> Gradients:
+    leaves, indices = plan.tree.leaves, range(len(plan.tree.leaves))
     layouts = None
     if rng.random() < 0.2 and len(indices) < 10:
-        plain = [dataclasses.replace(leaf, layout=rng.choice(trees.LAYOUTS[:5]), tie=None) for leaf in leaves]
+        plain = [dataclasses.replace(leaf, layout=rng.choice(array_nests.LAYOUTS[:5]), tie=None) for leaf in leaves]
         layouts = tuple(plain)
         same = [i for i in indices[1:] if leaves[i].shape == leaves[0].shape and leaves[i].dtype == leaves[0].dtype]
         if same and rng.random() < 0.5:
             how = rng.choice(["same", "overlap"]) if len(leaves[0].shape) == 1 else "same"
             layouts = (*plain[: same[0]], dataclasses.replace(plain[same[0]], tie=(how, 0)), *plain[same[0] + 1 :])
-    lacks = frozenset(i for i in indices if missing and not made.function and rng.random() < 0.3)
+    lacks = frozenset(i for i in indices if missing and not plan.function and rng.random() < 0.3)
     names = [i for i in indices if i not in lacks]
     return Gradients(
         seed=rng.randrange(2**16),
         samples={"unknown": None, "equal": 4, "uneven": rng.choice([0, 1, 3, 8])}[counts],
         missing=lacks,
         leaves=layouts,
-        form=rng.choice(["arrays"] * 6 + ["read-only"] + ["numbers"] * (not made.function)) if not early else "arrays",
+        form=rng.choice(["arrays"] * 6 + ["read-only"] + ["numbers"] * (not plan.function)) if not early else "arrays",
         early=tuple(rng.sample(names, rng.randint(0, len(names)))) if early else (),
     )
 
@@ -206,30 +218,30 @@ def _gradients(rng: random.Random, made: Scenario, counts: str, missing: bool, e
 # ---- The arrays of a scenario
 
 
-def start_values(made: Scenario) -> list[np.ndarray]:
-    rng = np.random.default_rng(made.seed)
-    return [(rng.integers(-16, 17, leaf.shape) / 8).astype(trees.DTYPES[leaf.dtype]) for leaf in made.tree.leaves]
+def start_values(plan: Scenario) -> list[np.ndarray]:
+    rng = np.random.default_rng(plan.seed)
+    return [(rng.integers(-16, 17, leaf.shape) / 8).astype(array_nests.DTYPES[leaf.dtype]) for leaf in plan.tree.leaves]
 
 
-def gradient_dtype(made: Scenario, index: int) -> np.dtype[Any]:
-    dtype = trees.DTYPES[made.tree.leaves[index].dtype]
-    return np.dtype("f8") if made.wide and dtype == np.dtype("f4") else dtype
+def gradient_dtype(plan: Scenario, index: int) -> np.dtype[Any]:
+    dtype = array_nests.DTYPES[plan.tree.leaves[index].dtype]
+    return np.dtype("f8") if plan.wide and dtype == np.dtype("f4") else dtype
 
 
-def gradient_values(made: Scenario, given: Gradients, scale: float) -> list[Any]:
+def gradient_values(plan: Scenario, given: Gradients, scale: float) -> list[Any]:
     """Return the gradients by leaf: arrays, numbers or None."""
     rng = np.random.default_rng(given.seed)
     values = []
-    for index, leaf in enumerate(made.tree.leaves):
-        value = np.asarray(rng.integers(-16, 17, leaf.shape) / 8 * scale).astype(gradient_dtype(made, index))
+    for index, leaf in enumerate(plan.tree.leaves):
+        value = np.asarray(rng.integers(-16, 17, leaf.shape) / 8 * scale).astype(gradient_dtype(plan, index))
         if index == given.place and given.fault in ("nan", "inf") and value.size:
             value.reshape(-1)[-1] = float(given.fault)
         if index == given.place and given.fault == "large" and value.size:
             value.reshape(-1)[-1] = 0.75 * float(ml_dtypes.finfo(value.dtype).max)
         values.append(value)
-    leaves = given.leaves or tuple(dataclasses.replace(leaf, layout="C", tie=None) for leaf in made.tree.leaves)
-    grads: list[Any] = trees.arrays(leaves, values)
-    for index, leaf in enumerate(made.tree.leaves):
+    leaves = given.leaves or tuple(dataclasses.replace(leaf, layout="C", tie=None) for leaf in plan.tree.leaves)
+    grads: list[Any] = array_nests.arrays(leaves, values)
+    for index, leaf in enumerate(plan.tree.leaves):
         if given.fault and index == given.place:
             grads[index] = _with_fault(grads[index], given.fault)
         elif given.form == "numbers" and not leaf.shape:
@@ -260,27 +272,28 @@ class Refused(Exception):  # noqa: N818  (an outcome)
 class Oracle:
     """The same scenario in one process."""
 
-    def __init__(self, made: Scenario) -> None:
-        self.made = made
-        self.optimizer = OPTIMIZERS[made.optimizer]()
-        self.params = trees.arrays(made.tree.leaves, start_values(made))
-        self.scale = 8.0 if made.scaled else 1.0
+    def __init__(self, plan: Scenario) -> None:
+        self.plan = plan
+        self.optimizer = OPTIMIZERS[plan.optimizer]()
+        self.params = array_nests.arrays(plan.tree.leaves, start_values(plan))
+        self.scale = 8.0 if plan.scaled else 1.0
         self.step_count = self.skipped = 0
+        self.norms: list[float | None] = [None] * len(plan.members)  # in the last step of each rank, before clipping
         self.saved: Any = None
 
     @property
     def nest(self) -> Any:
-        return self.made.tree.fill(self.params)
+        return self.plan.tree.fill(self.params)
 
     def step(self, action: Action) -> None:
-        if len(set(self.made.tree.names)) < len(self.made.tree.names):
+        if len(set(self.plan.tree.names)) < len(self.plan.tree.names):
             raise Refused(InputError)
-        self.reduce_and_apply(action.gradients, list(range(len(self.made.members))))
+        self.reduce_and_apply(action.gradients, list(range(len(self.plan.members))))
 
     def reduce_and_apply(self, gradients: tuple[tuple[Gradients, ...], ...], ranks: list[int]) -> None:
         """Apply the gradients of these ranks. Raises Refused."""
-        made = self.made
-        by_rank = [[gradient_values(made, micro[rank], self.scale) for micro in gradients] for rank in ranks]
+        plan = self.plan
+        by_rank = [[gradient_values(plan, micro[rank], self.scale) for micro in gradients] for rank in ranks]
         given = [[micro[rank] for micro in gradients] for rank in ranks]
         self._refuse(by_rank, given)
         counts = [sum(g.given_samples or 0 for g in each) for each in given]
@@ -289,16 +302,18 @@ class Oracle:
             raise Refused(InputError)
         used = [not counted or bool(count) for count in counts]
         local = [self._local_mean(grads, each) for grads, each in zip(by_rank, given, strict=True)]
-        policy = "skip" if made.scaled else made.options.get("nonfinite", "raise")
+        policy = "skip" if plan.scaled else plan.options.get("nonfinite", "raise")
         there = [grad for grads, use in zip(local, used, strict=True) if use for grad in grads if grad is not None]
         if policy != "ignore" and not all(np.isfinite(grad).all() for grad in there):
             return self._nonfinite(policy)
         mean = self._reduce(local, counts if counted else [1] * len(ranks), used)
-        if policy != "ignore" and not self._fit(mean):
+        if policy != "ignore" and not self._fits(mean):
             return self._nonfinite(policy)
         mean = [None if grad is None else grad / self.scale for grad in mean]
-        if (limit := made.options.get("clip_norm")) is not None:
-            norm = np.sqrt(sum(float(np.square(grad).sum()) for grad in mean if grad is not None))
+        if (limit := plan.options.get("clip_norm")) is not None:
+            norm = float(np.sqrt(sum(float(np.square(grad).sum()) for grad in mean if grad is not None)))
+            for rank in ranks:
+                self.norms[rank] = norm
             factor = limit / norm if limit < norm < np.inf else 1
             mean = [None if grad is None else grad * factor for grad in mean]
         self._apply(mean)
@@ -307,16 +322,16 @@ class Oracle:
         if policy == "raise":
             raise Refused(NonFiniteError)
         self.skipped += 1
-        self.scale *= 0.5 if self.made.scaled else 1
+        self.scale *= 0.5 if self.plan.scaled else 1
 
-    def _fit(self, mean: list[Any]) -> bool:
+    def _fits(self, mean: list[Any]) -> bool:
         """Whether the dtypes of the gradients can hold their sums."""
-        dtypes = [gradient_dtype(self.made, index) for index in range(len(mean))]
+        dtypes = [gradient_dtype(self.plan, index) for index in range(len(mean))]
         return all(g is None or np.isfinite(g.astype(d)).all() for g, d in zip(mean, dtypes, strict=True))
 
     def _refuse(self, by_rank: list[list[list[Any]]], given: list[list[Gradients]]) -> None:
         """Raise Refused with the classes of all problems; ranks may report any of them."""
-        made, faults, problems = self.made, {g.fault for each in given for g in each}, set[type[AllredError]]()
+        plan, faults, problems = self.plan, {g.fault for each in given for g in each}, set[type[AllredError]]()
         if self._is_present(given, ("shape", "extra")) or "negative samples" in faults:
             problems.add(InputError)
         if len({g.given_samples is None for each in given for g in each}) > 1:
@@ -324,8 +339,8 @@ class Oracle:
         kinds = [[self._kinds(grads) for grads in each] for each in by_rank]
         if any(kind != each[0] for each in kinds for kind in each):
             problems.add(InputError)  # micro-steps of a rank differ
-        floats_only = len(given[0]) > 1 or made.scaled or "clip_norm" in made.options or made.optimizer != "own"
-        if any(np.dtype(int) in each[0] for each in kinds) and (floats_only or made.options["op"] is allred.Average):
+        floats_only = len(given[0]) > 1 or plan.scaled or "clip_norm" in plan.options or plan.optimizer != "own"
+        if any(np.dtype(int) in each[0] for each in kinds) and (floats_only or plan.options["op"] is allred.Average):
             problems.add(InputError)
         if any(each[0] != kinds[0][0] for each in kinds):
             problems |= {MismatchError, InputError}  # InputError if opt.reduce() has agreed on dtypes
@@ -340,15 +355,15 @@ class Oracle:
     def _is_present(self, given: list[list[Gradients]], faults: tuple[str, ...]) -> bool:
         """Whether a gradient with such a fault is not None."""
         return any(
-            g.fault == "extra" or (g.fault in faults and g.place not in g.missing and self.made.tree.leaves)
+            g.fault == "extra" or (g.fault in faults and g.place not in g.missing and self.plan.tree.leaves)
             for each in given for g in each
         )  # fmt: skip
 
     def _kinds(self, grads: list[Any]) -> list[np.dtype[Any]]:
         """Return the dtypes. None and numbers have the dtype of the parameter."""
-        leaves = self.made.tree.leaves
+        leaves = self.plan.tree.leaves
         return [
-            grad.dtype if isinstance(grad, np.ndarray) else trees.DTYPES[leaf.dtype]
+            grad.dtype if isinstance(grad, np.ndarray) else array_nests.DTYPES[leaf.dtype]
             for grad, leaf in zip(grads, leaves, strict=True)
         ]
 
@@ -369,7 +384,7 @@ class Oracle:
         return means
 
     def _reduce(self, local: list[list[Any]], counts: list[int], used: list[bool]) -> list[Any]:
-        is_sum = self.made.options["op"] is allred.Sum
+        is_sum = self.plan.options["op"] is allred.Sum
         weights = [float(use) if is_sum else count for count, use in zip(counts, used, strict=True)]
         reduced = []
         for grads in zip(*local, strict=True):
@@ -386,10 +401,10 @@ class Oracle:
     def _apply(self, mean: list[Any]) -> None:
         grads = []
         for index, grad in enumerate(mean):
-            dtype = gradient_dtype(self.made, index)
-            dtype = np.dtype("f4") if self.made.scaled and dtype.itemsize == 2 else dtype  # unscaled in float32
+            dtype = gradient_dtype(self.plan, index)
+            dtype = np.dtype("f4") if self.plan.scaled and dtype.itemsize == 2 else dtype  # unscaled in float32
             grads.append(None if grad is None else np.asarray(grad).astype(dtype))
-        self.optimizer.step(self.nest, self.made.tree.fill(grads))
+        self.optimizer.step(self.nest, self.plan.tree.fill(grads))
         self.step_count += 1
 
     # The other actions.
@@ -419,13 +434,13 @@ class Oracle:
         self.optimizer.lr = 0.5 / (1 + action.number % 4)
 
     def drift(self, action: Action) -> None:
-        if len(self.made.members) > 1 and can_drift(self.params):
+        if len(self.plan.members) > 1 and can_drift(self.params):
             raise Refused(DriftError)
         self.step(action)
 
     def join(self, action: Action) -> None:
         for step in range(3):
-            active = [rank for rank in range(self.made.size) if step < (rank + action.number) % 4]
+            active = [rank for rank in range(self.plan.size) if step < (rank + action.number) % 4]
             if active:
                 self.reduce_and_apply(action.gradients, active)
 
@@ -442,40 +457,42 @@ def can_drift(params: list[np.ndarray]) -> bool:
 class Rank:
     """The scenario on this rank, with allred."""
 
-    def __init__(self, made: Scenario, directory: pathlib.Path) -> None:
-        self.made, self.directory = made, directory
-        self.number = made.members.index(allred.rank())
-        self.params = trees.arrays(made.tree.leaves, start_values(made))
-        self.scaler = allred.GradScaler(8.0) if made.scaled else None
-        everyone = made.members == tuple(range(made.size))
-        self.set = None if everyone else allred.ProcessSet(made.members)
-        options = made.options | ({} if everyone else {"process_set": self.set})
+    def __init__(self, plan: Scenario, directory: pathlib.Path) -> None:
+        self.plan, self.directory = plan, directory
+        self.number = plan.members.index(allred.rank())
+        here = world.current()
+        here.config = dataclasses.replace(here.config, check_steps=plan.check_steps)
+        self.params = array_nests.arrays(plan.tree.leaves, start_values(plan))
+        self.scaler = allred.GradScaler(8.0) if plan.scaled else None
+        everyone = plan.members == tuple(range(plan.size))
+        self.set = None if everyone else allred.ProcessSet(plan.members)
+        options = plan.options | ({} if everyone else {"process_set": self.set})
         options |= {"scaler": self.scaler} if self.scaler else {}
-        self.plain = OPTIMIZERS[made.optimizer]()
-        self.order = random.Random(made.seed + self.number)
-        if made.function:
+        self.plain = OPTIMIZERS[plan.optimizer]()
+        self.order = random.Random(plan.seed + self.number)
+        if plan.function:
             self.averaged = allred.distributed.gradients(lambda grads: (grads,), **options)
             return
         self.opt = allred.distributed(self.plain, **options)
-        if made.shares:
+        if plan.shares:
             shared = nest.leaves(self.opt.share(self.nest))
-            for index, (_, leaf) in zip(made.tree.order, shared, strict=True):
+            for index, (_, leaf) in zip(plan.tree.order, shared, strict=True):
                 self.params[index] = leaf
 
     @property
     def nest(self) -> Any:
-        return self.made.tree.fill(self.params, self.order)
+        return self.plan.tree.fill(self.params, self.order)
 
     def step(self, action: Action) -> None:
         for micro in action.gradients:
             given = micro[self.number]
-            self._micro_step(given, gradient_values(self.made, given, self.scaler.get_scale() if self.scaler else 1.0))
+            self._micro_step(given, gradient_values(self.plan, given, self.scaler.get_scale() if self.scaler else 1.0))
 
     def _micro_step(self, given: Gradients, grads: list[Any]) -> None:
-        tree, samples = self.made.tree, given.given_samples
+        tree, samples = self.plan.tree, given.given_samples
         nested = tree.fill(grads, self.order)
         nested = [nested, np.zeros(2)] if given.fault == "extra" else nested
-        if self.made.function:
+        if self.plan.function:
             (mean,) = self.averaged(nested)
             return self.plain.step(self.nest, mean)
         for index in given.early:
@@ -483,10 +500,18 @@ class Rank:
         self.opt.step(self.nest, nested, samples=samples)
 
     def broadcast(self, action: Action) -> None:
-        root = self.made.members[action.number % len(self.made.members)]
-        if allred.rank() != root and not self.made.shares:
+        root = self.plan.members[action.number % len(self.plan.members)]
+        if allred.rank() != root and not self.plan.shares:
             for param in self.params:
                 param[...] = 99
+        if allred.rank() != root:
+            state = self.plain.state_dict()
+            spoiled = [
+                value + 9 if isinstance(value, int) else np.full_like(value, 99) for _, value in nest.leaves(state)
+            ]
+            self.plain.load_state_dict(nest.rebuild(state, spoiled))
+            if self.scaler is not None:
+                self.scaler.load_state_dict(self.scaler.state_dict() | {"scale": 3.0})
         self.opt.broadcast(self.nest, root)
 
     def state(self, action: Action) -> None:
@@ -495,7 +520,7 @@ class Rank:
     def abandon(self, action: Action) -> None:
         """Load a state in the middle of an accumulation, whose gradients are dropped."""
         given = action.gradients[0][self.number]
-        self._micro_step(given, gradient_values(self.made, given, 1.0))
+        self._micro_step(given, gradient_values(self.plan, given, 1.0))
         self.state(action)
 
     def save(self, action: Action) -> None:
@@ -512,10 +537,10 @@ class Rank:
 
     def rebind(self, action: Action) -> None:
         """Replace a parameter by a copy of another layout: another one on each rank, unless the update is sharded."""
-        if self.params and not any(leaf.tie for leaf in self.made.tree.leaves):
-            number = action.number + (0 if self.made.options.get("sharded") else self.number)
+        if self.params and not any(leaf.tie for leaf in self.plan.tree.leaves):
+            number = action.number + (0 if self.plan.options.get("sharded") else self.number)
             index = action.number % len(self.params)
-            self.params[index] = trees.laid_out(np.asarray(self.params[index]), trees.LAYOUTS[number % 7])
+            self.params[index] = array_nests.laid_out(np.asarray(self.params[index]), array_nests.LAYOUTS[number % 7])
 
     def lr(self, action: Action) -> None:
         self.opt.optimizer.lr = 0.5 / (1 + action.number % 4)
@@ -523,8 +548,8 @@ class Rank:
     def drift(self, action: Action) -> None:
         kept = [np.array(param) for param in self.params]
         filled = [param for param in self.params if param.size]
-        odd = action.number % len(self.made.members)
-        if self.number == odd and len(self.made.members) > 1 and can_drift(self.params):
+        odd = action.number % len(self.plan.members)
+        if self.number == odd and len(self.plan.members) > 1 and can_drift(self.params):
             filled[action.number % len(filled)].flat[0] += 1
         try:
             self.step(action)
@@ -540,28 +565,27 @@ class Rank:
                 self.step(action)
 
 
-def check(made: Scenario, directory: pathlib.Path) -> Iterator[tuple[str, str]]:
+def check(plan: Scenario, directory: pathlib.Path) -> Iterator[tuple[str, str]]:
     """Run a scenario on this rank. Yield the first difference from the oracle, or "", and what must be equal on all
     members (None on others), after each action."""
-    if allred.rank() not in made.members:
-        yield from [("", None)] * (1 + len(made.actions))
+    if allred.rank() not in plan.members:
+        yield from [("", None)] * (1 + len(plan.actions))
         return
-    oracle = Oracle(made)
+    oracle = Oracle(plan)
     try:
-        rank = Rank(made, directory)
+        rank = Rank(plan, directory)
     except AllredError as error:
         yield f"{type(error).__name__}: {error}", ""
         return
     yield "", ""
-    for number, action in enumerate(made.actions):
+    for number, action in enumerate(plan.actions):
         with np.errstate(all="ignore"):
             problem, text = _act(oracle, rank, action)
-        bits = [np.nan_to_num(np.asarray(param, "f8")) for param in rank.params]
-        yield problem and f"action {number} ({action.kind}): {problem}", f"{text} {nest.digest(bits)}"
+        yield problem and f"action {number} ({action.kind}): {problem}", text
 
 
 def _act(oracle: Oracle, rank: Rank, action: Action) -> tuple[str, str]:
-    """Return a difference, and the text of an error."""
+    """Return a difference, and what must be equal on all members: bits, and the text of an error."""
     expected: tuple[type[AllredError], ...] = ()
     before = [np.array(param) for param in rank.params]
     try:
@@ -580,21 +604,26 @@ def _act(oracle: Oracle, rank: Rank, action: Action) -> tuple[str, str]:
         for index, (param, old) in enumerate(zip(rank.params, before, strict=True)):
             if np.asarray(param).tobytes() != old.tobytes():
                 return f"a refused action has changed leaf {index}", text
-    return _difference(oracle, rank), text
+    state = dict(nest.leaves((rank.plain if rank.plan.function else rank.opt).state_dict()))
+    bits = array_nests.digest([*rank.params, *state.values()])
+    return _difference(oracle, rank, state), f"{text} {bits}"
 
 
-def _difference(oracle: Oracle, rank: Rank) -> str:
-    made = oracle.made
-    coarse = {leaf.dtype for leaf in made.tree.leaves} & {"f2", "bf16"}
-    tolerance = 4e-2 if coarse or "compression" in made.options else 1e-4
-    pairs = {f"leaf {index}": pair for index, pair in enumerate(zip(rank.params, oracle.params, strict=True))}
-    if not made.function:
-        pairs["global_step"] = rank.opt.global_step, oracle.step_count
-        pairs["skipped"] = rank.opt.skipped, oracle.skipped
-        pairs["scale"] = rank.scaler.get_scale() if rank.scaler else 1.0, oracle.scale
-        states = nest.leaves(rank.opt.state_dict()), nest.leaves(oracle.optimizer.state_dict())
-        pairs |= {f"state {name!r}, {other!r}": (one, two) for (name, one), (other, two) in zip(*states, strict=True)}
-    for name, (got, want) in pairs.items():
-        if not np.allclose(np.asarray(got, "f8"), np.asarray(want, "f8"), tolerance, tolerance, equal_nan=True):
-            return f"{name} is {np.asarray(got).tolist()}, expected {np.asarray(want).tolist()}"
-    return ""
+def _difference(oracle: Oracle, rank: Rank, state: dict[str, Any]) -> str:
+    """Return the first difference from the oracle; also after an action that was refused. state: of this rank."""
+    plan = oracle.plan
+    tolerances = array_nests.tolerances(plan.tree, state, "compression" in plan.options)
+    if "clip_norm" in plan.options:  # the norm has the error of all leaves
+        tolerances = dict.fromkeys(tolerances, tolerances["all"])
+    got: dict[str, Any] = {f"leaf {index}": param for index, param in enumerate(rank.params)} | state
+    want: dict[str, Any] = {f"leaf {index}": param for index, param in enumerate(oracle.params)}
+    want |= dict(nest.leaves(oracle.optimizer.state_dict()))
+    if not plan.function:
+        norm, other = rank.opt.grad_norm, oracle.norms[rank.number]
+        scale = rank.scaler.get_scale() if rank.scaler else 1.0
+        got |= {"step": rank.opt.global_step, "skipped": rank.opt.skipped, "scale": scale}
+        want |= {"step": oracle.step_count, "skipped": oracle.skipped, "scale": oracle.scale}
+        got |= {"grad_norm": norm or 0.0, "has grad_norm": norm is not None}
+        want |= {"grad_norm": other or 0.0, "has grad_norm": other is not None}
+        tolerances["grad_norm"] = tolerances["all"]
+    return array_nests.first_difference(got, want, tolerances)

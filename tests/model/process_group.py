@@ -12,9 +12,9 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import array_nests
 import torch
 import torch.distributed as dist
-import trees
 
 from allred.errors import AllredError
 
@@ -36,14 +36,22 @@ DTYPES = [
 SHAPES = [(), (1,), (5,), (0,), (2, 3), (3, 0), (2, 2, 3, 2), (1, 7, 1), (3000,)]
 LAYOUTS = ["C", "C", "strided", "transposed", "offset", "channels_last"]
 REDUCTIONS = ["all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "coalesced", "coalescing_manager"]
-MOVES = ["broadcast", "all_gather", "all_gather_into_tensor", "all_to_all", "all_to_all_single", "gather", "scatter"]
-OTHERS = ["pairs", "barrier", "all_gather_object", "broadcast_object", "gather_object", "scatter_object"]
-ALONE = ["coalescing_manager", "pairs", *OTHERS]  # not with async_op=True
+DATA_MOVEMENT = [
+    "broadcast",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_to_all",
+    "all_to_all_single",
+    "gather",
+    "scatter",
+]
+OTHERS = ["send_recv", "barrier", "all_gather_object", "broadcast_object", "gather_object", "scatter_object"]
+SYNC_ONLY = ["coalescing_manager", *OTHERS]  # not with async_op=True
 GAP = 77  # the elements of memory between those of a tensor
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Call(trees.Plan):
+class Call(array_nests.Plan):
     kind: str
     members: tuple[int, ...]
     seed: int
@@ -59,7 +67,7 @@ class Call(trees.Plan):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Scenario(trees.Plan):
+class Scenario(array_nests.Plan):
     size: int
     bursts: tuple[tuple[Call, ...], ...]  # calls that are in flight together
 
@@ -69,7 +77,7 @@ def scenario(rng: random.Random, size: int) -> Scenario:
     for _ in range(rng.randint(2, 8)):
         calls = [_call(rng, size) for _ in range(rng.choice([1, 1, 2, 3]))]
         if len(calls) > 1:
-            calls = [dataclasses.replace(call, is_async=call.kind not in ALONE, wrong=-1) for call in calls]
+            calls = [dataclasses.replace(call, is_async=call.kind not in SYNC_ONLY, wrong=-1) for call in calls]
         bursts.append(tuple(calls))
     return Scenario(size, tuple(bursts))
 
@@ -78,7 +86,7 @@ def _call(rng: random.Random, size: int) -> Call:
     members = tuple(range(size))
     if rng.random() < 0.3:
         members = tuple(sorted(rng.sample(range(size), rng.randint(1, size))))
-    kind, dtype = rng.choice(REDUCTIONS + MOVES + OTHERS), rng.choice(DTYPES)
+    kind, dtype = rng.choice(REDUCTIONS + DATA_MOVEMENT + OTHERS), rng.choice(DTYPES)
     ops = ["SUM", "PRODUCT", "MIN", "MAX"]
     ops += {"f": ["AVG"], "b": ["AVG"], "i": ["BAND", "BOR", "BXOR"], "u": ["BAND", "BXOR"]}.get(dtype[0], [])
     ops = ["SUM", "AVG"] if "complex" in dtype else ["SUM", "PRODUCT", "MIN", "MAX"] if dtype == "bool" else ops
@@ -98,7 +106,7 @@ def _call(rng: random.Random, size: int) -> Call:
         layouts=layouts,
         expanded=rng.random() < 0.1 and kind in ("all_gather", "gather", "scatter", "all_to_all"),
         root=rng.randrange(len(members)),
-        is_async=kind not in ALONE and rng.random() < 0.4,
+        is_async=kind not in SYNC_ONLY and rng.random() < 0.4,
         splits=rng.random() < 0.5,
         wrong=wrong,
     )
@@ -147,8 +155,8 @@ class Tensor:
             self.view.copy_(value)
         self.layout, self.gap = "C" if expanded else layout, gap
 
-    def has_gaps(self) -> bool:
-        """Whether the elements between those of the view are as before."""
+    def gaps_are_unchanged(self) -> bool:
+        """Return whether the elements between those of the view are unchanged."""
         if self.layout == "strided" and self.view.ndim and self.view.numel() * 2 == self.base.numel():
             return bool((self.base[..., 1::2] == self.gap).all())
         return self.layout != "offset" or bool((self.base[:3] == self.gap).all())
@@ -220,7 +228,7 @@ class Run:
         for number, (got, want) in enumerate(self.wants):
             if not self.is_same(got, want):
                 return f"{self.call}: tensor {number} is {_text(got)}, expected {_text(want)}"
-        if not all(tensor.has_gaps() for tensor in self.tensors):
+        if not all(tensor.gaps_are_unchanged() for tensor in self.tensors):
             return f"{self.call}: elements beside those of a tensor have changed"
         return ""
 
@@ -310,7 +318,7 @@ class Run:
         parts = [self.input(self.of(root, part)) for part in range(self.n)] if self.me == root else None
         return dist.scatter(self.output(self.of(root, self.me)), parts, self.root, group, **self.options())
 
-    def pairs(self, group: Any) -> None:
+    def send_recv(self, group: Any) -> None:
         """Each rank sends to the next one."""
         if self.n == 1:
             return
@@ -372,11 +380,11 @@ def groups(members: tuple[int, ...]) -> tuple[Any, Any]:
     return dist.new_group(list(members)), dist.new_group(list(members), backend="gloo")
 
 
-def check(made: Scenario, directory: pathlib.Path) -> Iterator[tuple[str, str | None]]:
-    for call in (call for burst in made.bursts for call in burst):
+def check(plan: Scenario, directory: pathlib.Path) -> Iterator[tuple[str, str | None]]:
+    for call in (call for burst in plan.bursts for call in burst):
         groups(call.members)
     rank = dist.get_rank()
-    for number, burst in enumerate(made.bursts):
+    for number, burst in enumerate(plan.bursts):
         problem, text = "", ""
         if burst[0].wrong >= 0:
             problem, text = _wrong(burst[0], rank)
@@ -411,19 +419,10 @@ def _wrong(call: Call, rank: int) -> tuple[str, str]:
 
 def _with_gloo(call: Call, rank: int) -> str:
     """The closed form, on gloo, where it has the call: else the model is wrong."""
-    wants_all = call.kind in (
-        "reduce_scatter",
-        "reduce_scatter_tensor",
-        "all_to_all",
-        "coalesced",
-        "coalescing_manager",
-    )
-    if (
-        rank not in call.members
-        or wants_all
-        or call.op == "AVG"
-        or call.dtype not in ("float32", "float64", "int64", "uint8")
-    ):
+    not_in_gloo = ("reduce_scatter", "reduce_scatter_tensor", "all_to_all", "coalesced", "coalescing_manager")
+    if rank not in call.members or call.kind in not_in_gloo or call.op == "AVG":
+        return ""
+    if call.dtype not in ("float32", "float64", "int64", "uint8"):
         return ""
     if call.kind == "all_gather_into_tensor" and call.splits:
         return ""

@@ -13,8 +13,8 @@ import allred
 
 def main(surface: str, first: int, last: int) -> None:
     module = importlib.import_module(surface)
-    own_worlds = getattr(module, "OWN_WORLDS", False)
-    if not own_worlds:
+    creates_worlds = getattr(module, "CREATES_WORLDS", False)
+    if not creates_worlds:
         allred.init()
     comm = MPI.COMM_WORLD.Dup()
     with tempfile.TemporaryDirectory(prefix="allred-model-") as own:
@@ -22,20 +22,22 @@ def main(surface: str, first: int, last: int) -> None:
         for seed in range(first, last):
             if comm.rank == 0:
                 print(f"scenario {seed}", flush=True)
-            made = module.scenario(random.Random(seed), comm.size)
-            for problem, shared in module.check(made, root / str(seed)):
+            plan = module.scenario(random.Random(seed), comm.size)
+            for problem, shared in module.check(plan, root / str(seed)):
                 if problem:  # shown at once: the other ranks may wait for this one
                     print(f"\nrank {comm.rank}: {problem}", flush=True)
                 everyone = comm.allgather((problem, shared))
                 if text := difference(everyone):
                     if comm.rank == 0:
-                        print(f"{made}\n{text}", flush=True)
+                        print(f"{plan}\n{text}", flush=True)
                     comm.Barrier()
                     comm.Abort(1)
         comm.Barrier()
     if comm.rank == 0:
+        for reason, count in getattr(module, "ENDED_EARLY", {}).items():
+            print(f"ended early: {count} scenarios, {reason}")
         print(f"passed {first} to {last}", flush=True)
-    if not own_worlds:
+    if not creates_worlds:
         allred.shutdown()
 
 

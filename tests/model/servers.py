@@ -1,7 +1,8 @@
 """Scenarios of mode ps: workers and servers of each policy; each scenario has a world of its own.
 
-The workers meet after each action and pull, so the parameters are those of an oracle in one process. Policies async and
-bounded apply gradients in any order: the oracle needs SGD without momentum there, unless there is one worker.
+After each action the workers synchronize at a barrier and pull, so the parameters are those of an oracle in one
+process. Policies async and bounded apply gradients in any order: the oracle needs SGD without momentum there, unless
+there is one worker.
 """
 
 import copy
@@ -11,20 +12,20 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import array_nests
 import numpy as np
 import optimizers
-import trees
 
 import allred
 from allred import nest
 from allred.errors import AllredError
 
-OWN_WORLDS = True  # rank_program.py does not call init()
+CREATES_WORLDS = True  # rank_program.py does not call init()
 PLACEMENTS = ["bytes", "round_robin", "greedy"]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Action(trees.Plan):
+class Action(array_nests.Plan):
     """kind: "step" (by micro-step and worker: gradients), "save", "restore", "broadcast", "state" or "lr"."""
 
     kind: str
@@ -33,10 +34,10 @@ class Action(trees.Plan):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Scenario(trees.Plan):
+class Scenario(array_nests.Plan):
     servers: int
     workers: int
-    tree: trees.Tree
+    tree: array_nests.Tree
     seed: int
     optimizer: str
     policy: str
@@ -50,9 +51,9 @@ def scenario(rng: random.Random, size: int) -> Scenario | None:
         return None
     servers = rng.randint(1, size - 1)
     workers, policy = size - servers, rng.choice(["async", "bounded", "sync"])
-    tree = trees.tree(rng, rng.choice([["f4"], ["f8", "f4"], list(trees.DTYPES)]), ties=False)
+    tree = array_nests.tree(rng, rng.choice([["f4"], ["f8", "f4"], list(array_nests.DTYPES)]), ties=False)
     while not tree.leaves or len(set(tree.names)) < len(tree.names):
-        tree = trees.tree(rng, ["f4", "f8"], ties=False)
+        tree = array_nests.tree(rng, ["f4", "f8"], ties=False)
     options: dict[str, Any] = {"placement": rng.choice(PLACEMENTS)}
     if rng.random() < 0.3:
         options["accumulate"] = 2
@@ -62,22 +63,22 @@ def scenario(rng: random.Random, size: int) -> Scenario | None:
     if policy != "sync" and rng.random() < 0.3:
         options["use_locking"] = False
     optimizer = "SGD" if any_order else rng.choice(["SGD", "momentum", "Adam", "Adagrad"])
-    made = Scenario(servers, workers, tree, rng.randrange(2**16), optimizer, policy, options, ())
+    plan = Scenario(servers, workers, tree, rng.randrange(2**16), optimizer, policy, options, ())
     kinds = ["step"] * 8 + ["save", "restore", "broadcast", "state"]
     kinds += [] if any_order else ["lr"]  # it goes to the servers with the next step of worker 0
-    actions = tuple(_action(rng, made, rng.choice(kinds)) for _ in range(rng.randint(1, 6)))
-    return dataclasses.replace(made, actions=actions)
+    actions = tuple(_action(rng, plan, rng.choice(kinds)) for _ in range(rng.randint(1, 6)))
+    return dataclasses.replace(plan, actions=actions)
 
 
-def _action(rng: random.Random, made: Scenario, kind: str) -> Action:
+def _action(rng: random.Random, plan: Scenario, kind: str) -> Action:
     if kind != "step":
         return Action(kind, number=rng.randrange(100))
-    indices, leaves = range(len(made.tree.leaves)), made.tree.leaves
+    indices, leaves = range(len(plan.tree.leaves)), plan.tree.leaves
     grads = []
-    for _ in range(made.options.get("accumulate", 1)):
+    for _ in range(plan.options.get("accumulate", 1)):
         micro = []
-        for _ in range(made.workers):
-            layouts = tuple(dataclasses.replace(leaf, layout=rng.choice(trees.LAYOUTS[:5])) for leaf in leaves)
+        for _ in range(plan.workers):
+            layouts = tuple(dataclasses.replace(leaf, layout=rng.choice(array_nests.LAYOUTS[:5])) for leaf in leaves)
             micro.append(
                 optimizers.Gradients(
                     seed=rng.randrange(2**16),
@@ -87,8 +88,8 @@ def _action(rng: random.Random, made: Scenario, kind: str) -> Action:
                 )
             )
         grads.append(micro)
-    if (made.policy == "async" or (made.policy == "bounded" and made.workers == 1)) and rng.random() < 0.2:
-        worker = rng.randrange(made.workers)
+    if (plan.policy == "async" or (plan.policy == "bounded" and plan.workers == 1)) and rng.random() < 0.2:
+        worker = rng.randrange(plan.workers)
         grads[0][worker] = dataclasses.replace(grads[0][worker], fault="nan", place=rng.randrange(len(indices)))
     return Action(kind, tuple(map(tuple, grads)))
 
@@ -96,28 +97,28 @@ def _action(rng: random.Random, made: Scenario, kind: str) -> Action:
 class Oracle:
     """Applies the gradients of all workers, one after another or their mean."""
 
-    def __init__(self, made: Scenario) -> None:
-        self.made, self.optimizer = made, optimizers.OPTIMIZERS[made.optimizer]()
-        self.params = trees.arrays(made.tree.leaves, optimizers.start_values(made))
+    def __init__(self, plan: Scenario) -> None:
+        self.plan, self.optimizer = plan, optimizers.OPTIMIZERS[plan.optimizer]()
+        self.params = array_nests.arrays(plan.tree.leaves, optimizers.start_values(plan))
         self.step_count = 0
         self.saved: Any = None
 
     def step(self, action: Action) -> list[bool]:
         """Return for each worker whether its gradient was refused: it is not finite."""
-        made, means = self.made, []
-        for worker in range(made.workers):
-            micro_steps = [optimizers.gradient_values(made, micro[worker], 1.0) for micro in action.gradients]
+        plan, means = self.plan, []
+        for worker in range(plan.workers):
+            micro_steps = [optimizers.gradient_values(plan, micro[worker], 1.0) for micro in action.gradients]
             means.append([_mean(grads) for grads in zip(*micro_steps, strict=True)])
         refused = [any(g is not None and not np.isfinite(g).all() for g in grads) for grads in means]
         used = [grads for grads, bad in zip(means, refused, strict=True) if not bad]
-        if made.policy == "sync":
+        if plan.policy == "sync":
             used = [[_mean([_zeros_if_none(g, others) for g in others]) for others in zip(*used, strict=True)]]
         for grads in used:
             cast = [
-                None if grad is None else np.asarray(grad).astype(optimizers.gradient_dtype(made, index))
+                None if grad is None else np.asarray(grad).astype(optimizers.gradient_dtype(plan, index))
                 for index, grad in enumerate(grads)
             ]
-            self.optimizer.step(made.tree.fill(self.params), made.tree.fill(cast))
+            self.optimizer.step(plan.tree.fill(self.params), plan.tree.fill(cast))
             self.step_count += 1
         return refused
 
@@ -143,47 +144,47 @@ def _zeros_if_none(grad: Any, others: Any) -> Any:
     return np.zeros_like(like) if grad is None and like is not None else grad
 
 
-def check(made: Scenario | None, directory: pathlib.Path) -> Iterator[tuple[str, Any]]:
-    if made is None:
+def check(plan: Scenario | None, directory: pathlib.Path) -> Iterator[tuple[str, Any]]:
+    if plan is None:
         return
-    server = allred.Server({"ps": made.servers, "worker": made.workers})
+    server = allred.Server({"ps": plan.servers, "worker": plan.workers})
     if allred.job_name() == "ps":
         server.join()
         allred.shutdown()
-        yield from [("", None)] * (1 + len(made.actions))
+        yield from [("", None)] * (1 + len(plan.actions))
         return
     # The servers report when the last worker has left, so the reports are made at the end.
-    reports = list(_work(made, directory))
+    reports = list(_work(plan, directory))
     allred.shutdown()
     yield from reports
 
 
-def _work(made: Scenario, directory: pathlib.Path) -> Iterator[tuple[str, Any]]:
+def _work(plan: Scenario, directory: pathlib.Path) -> Iterator[tuple[str, Any]]:
     policy = {"async": allred.ps.Async(), "bounded": allred.ps.Bounded(staleness=1), "sync": allred.ps.Sync()}
-    oracle = Oracle(made)
-    opt = allred.distributed(optimizers.OPTIMIZERS[made.optimizer](), consistency=policy[made.policy], **made.options)
-    params = trees.arrays(made.tree.leaves, optimizers.start_values(made))
-    opt.broadcast(made.tree.fill(params))
+    oracle = Oracle(plan)
+    opt = allred.distributed(optimizers.OPTIMIZERS[plan.optimizer](), consistency=policy[plan.policy], **plan.options)
+    params = array_nests.arrays(plan.tree.leaves, optimizers.start_values(plan))
+    opt.broadcast(plan.tree.fill(params))
     found = _difference(opt, params, oracle)
     allred.barrier()  # no worker makes a step before all have asked for the state
     yield found
-    for number, action in enumerate(made.actions):
+    for number, action in enumerate(plan.actions):
         problem = ""
         if action.kind == "step":
             refused = oracle.step(action)[allred.rank()]
-            problem = _step(made, opt, params, action, refused)
+            problem = _step(plan, opt, params, action, refused)
         elif action.kind == "save":
             oracle.save()
             allred.barrier()
             if allred.rank() == 0:
-                opt.save(directory, made.tree.fill(params))
+                opt.save(directory, plan.tree.fill(params))
         elif action.kind == "restore":
             oracle.restore()
             allred.barrier()
-            opt.restore(directory, made.tree.fill(params))
+            opt.restore(directory, plan.tree.fill(params))
         elif action.kind == "broadcast":
             allred.barrier()
-            opt.broadcast(made.tree.fill(params))
+            opt.broadcast(plan.tree.fill(params))
         elif action.kind == "state":
             allred.barrier()
             if allred.rank() == 0:
@@ -191,19 +192,19 @@ def _work(made: Scenario, directory: pathlib.Path) -> Iterator[tuple[str, Any]]:
         else:
             oracle.optimizer.lr = opt.optimizer.lr = 0.5 / (1 + action.number % 4)
         allred.barrier()
-        opt.pull(made.tree.fill(params))
+        opt.pull(plan.tree.fill(params))
         found, shared = _difference(opt, params, oracle)
         allred.barrier()
         problem = problem or found
         yield problem and f"action {number} ({action.kind}): {problem}", shared
 
 
-def _step(made: Scenario, opt: Any, params: list[Any], action: Action, refused: bool) -> str:
-    raises = refused and made.options.get("nonfinite", "raise") == "raise"
+def _step(plan: Scenario, opt: Any, params: list[Any], action: Action, refused: bool) -> str:
+    raises = refused and plan.options.get("nonfinite", "raise") == "raise"
     try:
         for micro in action.gradients:
-            grads = optimizers.gradient_values(made, micro[allred.rank()], 1.0)
-            opt.step(made.tree.fill(params), made.tree.fill(grads))
+            grads = optimizers.gradient_values(plan, micro[allred.rank()], 1.0)
+            opt.step(plan.tree.fill(params), plan.tree.fill(grads))
     except AllredError as error:
         return "" if raises else f"{type(error).__name__}: {error}"
     return "expected NonFiniteError, got no error" if raises else ""
@@ -211,13 +212,10 @@ def _step(made: Scenario, opt: Any, params: list[Any], action: Action, refused: 
 
 def _difference(opt: Any, params: list[Any], oracle: Oracle) -> tuple[str, str]:
     shared = allred.digest([np.asarray(param, "f8") for param in params])
-    tolerance = 4e-2 if {leaf.dtype for leaf in oracle.made.tree.leaves} & {"f2", "bf16"} else 1e-4
-    pairs = {f"leaf {index}": pair for index, pair in enumerate(zip(params, oracle.params, strict=True))}
-    pairs["global_step"] = opt.global_step, oracle.step_count
-    state = dict(nest.leaves(opt.state_dict()))  # it also has slots of parameters without a gradient so far
-    for name, value in nest.leaves(oracle.optimizer.state_dict()):
-        pairs[f"state {name!r}"] = state.get(name, np.nan), value
-    for name, (got, want) in pairs.items():
-        if not np.allclose(np.asarray(got, "f8"), np.asarray(want, "f8"), tolerance, tolerance, equal_nan=True):
-            return f"{name} is {np.asarray(got).tolist()}, expected {np.asarray(want).tolist()}", shared
-    return "", shared
+    got: dict[str, Any] = {f"leaf {index}": param for index, param in enumerate(params)} | {"step": opt.global_step}
+    want: dict[str, Any] = {f"leaf {index}": param for index, param in enumerate(oracle.params)}
+    state = dict(nest.leaves(oracle.optimizer.state_dict()))
+    want |= {"step": oracle.step_count} | state
+    # The servers also have slots of parameters without a gradient so far.
+    got |= {name: value for name, value in nest.leaves(opt.state_dict()) if name in state}
+    return array_nests.first_difference(got, want, array_nests.tolerances(oracle.plan.tree, state)), shared

@@ -1,4 +1,4 @@
-"""The scenarios of the model in threads, where hypothesis makes a failure shorter; model.py runs them under mpirun."""
+"""The scenarios of the model in threads, where hypothesis shrinks failures; model.py runs them under mpirun."""
 
 import importlib
 import pathlib
@@ -23,18 +23,18 @@ EXAMPLES = 60
 def test_every_action_has_the_result_of_the_oracle(name, rng, size):
     surface = importlib.import_module(name)
     scenario = surface.scenario(rng, size)
-    met, results = threading.Barrier(size), [None] * size
+    barrier, results = threading.Barrier(size), [None] * size
 
     def run(rank, directory):
         try:
             for problem, shared in surface.check(scenario, directory):
                 results[rank] = problem, shared
-                met.wait(60)
+                barrier.wait(60)
                 assert not any(problem for problem, _ in results), f"{scenario}\n{results}"
                 assert len({shared for _, shared in results if shared is not None}) <= 1, f"{scenario}\n{results}"
-                met.wait(60)
+                barrier.wait(60)
         except BaseException:
-            met.abort()  # the others do not wait
+            barrier.abort()  # the others do not wait
             raise
 
     with tempfile.TemporaryDirectory() as directory:

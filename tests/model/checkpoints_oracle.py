@@ -1,7 +1,7 @@
 """Scenarios of checkpoints and sessions (checkpoints.py), and the oracle: a training in parts in one process.
 
 A part is a session (or a loop with `opt.restore` and `opt.save`) that resumes from the newest checkpoint of a
-directory, in which checkpoints may have been damaged, deleted, or passed over by a return to an older step. It ends
+directory, in which checkpoints may have been damaged, deleted, or made obsolete by a rollback to an older step. It ends
 with its data, by a stop, or by an exception somewhere in the loop. The oracle makes the steps of a part in numpy, with
 the optimizer unwrapped and global batches, from the state at the checkpoint: so a resumed run has to equal one without
 an interruption. It knows which checkpoints there are.
@@ -13,9 +13,9 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import array_nests
 import numpy as np
 import optimizers
-import trees
 
 from allred import optim
 
@@ -48,9 +48,9 @@ OPTIMIZERS = {**optimizers.OPTIMIZERS, "remembering": lambda: Remembering(0.5)}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Part(trees.Plan):
-    """One run. directory: of its checkpoints; the hook Checkpoint writes into the other one. at: the batch of this
-    part with which it ends. alone: the only rank that fails, if the ranks are threads. damage: done before, to the
+class TrainingRun(array_nests.Plan):
+    """One part of a training. directory: of its checkpoints; the hook Checkpoint writes into the other one. at: index
+    of the batch after which the part ends. alone: the rank that fails, if only one does. damage: done before, to the
     newest checkpoint. wrong: a restore that has to be refused, tried before. session: else a loop without one."""
 
     ranks: int
@@ -78,22 +78,22 @@ class Part(trees.Plan):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Scenario(trees.Plan):
-    tree: trees.Tree
+class Scenario(array_nests.Plan):
+    tree: array_nests.Tree
     seed: int
     optimizer: str
     rows: int
     epochs: int
     order: int | None  # the seed of the batches
     nan_rows: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[TrainingRun, ...]
 
 
 def scenario(rng: random.Random, size: int) -> Scenario:
-    dtypes = rng.choice([["f4"], ["f8"], ["f4", "f2"], ["bf16", "f4"], list(trees.DTYPES)])
-    tree = trees.tree(rng, dtypes, ties=False)
+    dtypes = rng.choice([["f4"], ["f8"], ["f4", "f2"], ["bf16", "f4"], list(array_nests.DTYPES)])
+    tree = array_nests.tree(rng, dtypes, ties=False)
     while len(set(tree.names)) < len(tree.names):
-        tree = trees.tree(rng, dtypes, ties=False)
+        tree = array_nests.tree(rng, dtypes, ties=False)
     rows, optimizer = rng.choice([1, 3, 7, 12, 30]), rng.choice(list(OPTIMIZERS))
     most_servers = 0 if not tree.leaves else 3 if isinstance(OPTIMIZERS[optimizer](), optim.Optimizer) else 1
     return Scenario(
@@ -108,7 +108,7 @@ def scenario(rng: random.Random, size: int) -> Scenario:
     )
 
 
-def _part(rng: random.Random, size: int, number: int, most_servers: int) -> Part:
+def _part(rng: random.Random, size: int, number: int, most_servers: int) -> TrainingRun:
     ranks = rng.randint(1, size if size > 1 else 4)
     options = {"accumulate": rng.randint(2, 3)} if rng.random() < 0.3 else {}
     options |= {"sharded": True} if rng.random() < 0.2 else {}
@@ -126,7 +126,7 @@ def _part(rng: random.Random, size: int, number: int, most_servers: int) -> Part
         options.pop("sharded", None)
         hooks = tuple(hook for hook in hooks if hook != "early")  # a stop that is not announced comes later
         end = "data" if end in ("request", "signal") else end
-    return Part(
+    return TrainingRun(
         ranks=servers + 1 if servers else ranks,
         batch_size=rng.randint(ranks, ranks + 8),
         servers=servers,
@@ -148,15 +148,15 @@ def _part(rng: random.Random, size: int, number: int, most_servers: int) -> Part
     )
 
 
-def data_of(made: Scenario) -> tuple[np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(made.seed)
-    rows = rng.integers(-16, 17, made.rows) / 8
-    rows[list(made.nan_rows)] = np.nan
-    return rows, rng.normal(size=made.rows)
+def data_of(plan: Scenario) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(plan.seed)
+    rows = rng.integers(-16, 17, plan.rows) / 8
+    rows[list(plan.nan_rows)] = np.nan
+    return rows, rng.normal(size=plan.rows)
 
 
-def start_values(made: Scenario) -> list[np.ndarray]:
-    return optimizers.start_values(made)  # type: ignore[arg-type]
+def start_values(plan: Scenario) -> list[np.ndarray]:
+    return optimizers.start_values(plan)  # type: ignore[arg-type]
 
 
 def gradients(params: list[np.ndarray], rows: np.ndarray, scale: float = 1.0) -> list[np.ndarray]:
@@ -195,10 +195,10 @@ class Saved:
 class Oracle:
     """The checkpoints on disk, and the parts so far in one process."""
 
-    def __init__(self, made: Scenario) -> None:
-        self.made, self.rows = made, data_of(made)
+    def __init__(self, plan: Scenario) -> None:
+        self.plan, self.rows = plan, data_of(plan)
         self.disk: dict[str, dict[int, Saved]] = {name: {} for name in DIRECTORIES}
-        self.part: Part = made.parts[0]
+        self.part: TrainingRun = plan.parts[0]
         self.number = 0
 
     def newest(self, directory: str) -> Saved | None:
@@ -209,18 +209,20 @@ class Oracle:
     def older(self) -> int | None:
         """The older step that a part returns to by itself."""
         good = [step for step, saved in self.disk[self.part.directory].items() if not saved.damage]
-        ours = isinstance(OPTIMIZERS[self.made.optimizer](), optim.Optimizer)
+        ours = isinstance(OPTIMIZERS[self.plan.optimizer](), optim.Optimizer)
         return min(good) if self.part.rollback and not self.part.session and ours and len(good) > 1 else None
 
     def begin(self, number: int) -> None:
         """Set the state at the beginning of a part."""
-        self.number, self.part = number, self.made.parts[number]
+        self.number, self.part = number, self.plan.parts[number]
         part, found = self.part, self.newest(self.part.directory)
         self.found, self.is_unreadable = copy.deepcopy(found), bool(self.disk[part.directory]) and found is None
         self.older_step = old = self.older
         if old is not None:
             found = Saved(dataclasses.replace(self.disk[part.directory][old].state, scale=None), -1)
-        fresh = State(trees.arrays(self.made.tree.leaves, start_values(self.made)), OPTIMIZERS[self.made.optimizer]())
+        fresh = State(
+            array_nests.arrays(self.plan.tree.leaves, start_values(self.plan)), OPTIMIZERS[self.plan.optimizer]()
+        )
         state = self.state = fresh if found is None else copy.deepcopy(found.state)
         self.restored = None if found is None else state.step
         state.scale = (state.scale or 8.0) if part.scaled else None
@@ -243,14 +245,14 @@ class Oracle:
 
     def batches(self) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
         """Yield positions and rows of global batches."""
-        made, size = self.made, self.part.batch_size
+        plan, size = self.plan, self.part.batch_size
         begin, first = self.state.position
-        for epoch in range(begin, made.epochs):
-            order = np.arange(made.rows)
-            if made.order is not None:
-                order = np.random.default_rng([made.order, epoch]).permutation(made.rows)
-            for row in range(first if epoch == begin else 0, made.rows, size):
-                yield (epoch, min(row + size, made.rows)), order[row : row + size]
+        for epoch in range(begin, plan.epochs):
+            order = np.arange(plan.rows)
+            if plan.order is not None:
+                order = np.random.default_rng([plan.order, epoch]).permutation(plan.rows)
+            for row in range(first if epoch == begin else 0, plan.rows, size):
+                yield (epoch, min(row + size, plan.rows)), order[row : row + size]
 
     def damage(self, kind: str) -> int | None:
         """Note that the newest checkpoint is damaged. Return its step."""
@@ -263,7 +265,7 @@ class Oracle:
         return found.state.step
 
     def loop(self) -> bool:
-        """Make the steps of a part without a session: some, a checkpoint, and two more batches behind a restore."""
+        """Make the steps of a part without a session: some, a checkpoint, and two more batches after a restore."""
         micro: list[np.ndarray] = []
         for number, (_, rows) in enumerate(self.batches()):
             if number == self.part.at:
@@ -323,8 +325,8 @@ class Oracle:
         if np.isnan(values).any() and any(p.size for p in state.params):
             state.scale = None if state.scale is None else state.scale * 0.5
             return
-        grads = self.made.tree.fill(gradients(state.params, values))
-        state.optimizer.step(self.made.tree.fill(state.params), grads)
+        grads = self.plan.tree.fill(gradients(state.params, values))
+        state.optimizer.step(self.plan.tree.fill(state.params), grads)
         state.step += 1
 
     def _end_step(self, micro: list[Any], stops: bool) -> None:

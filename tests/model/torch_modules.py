@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Any
 
+import array_nests
 import torch
-import trees
 from torch import nn
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -12,7 +12,7 @@ KINDS = ["linear", "linear", "tied", "conv", "embedding", "scalar", "empty", "tr
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Loss(trees.Plan):
+class Loss(array_nests.Plan):
     """What one backward pass of one rank computes. parts: those that it uses. fault: "nan" or "inf" in one part."""
 
     seed: int
@@ -26,7 +26,7 @@ class Net(nn.Module):
         super().__init__()
         generator = torch.random.get_rng_state()
         torch.manual_seed(seed)
-        self.dtype, self.parts = DTYPES[dtype], nn.ModuleList(Part(kind, DTYPES[dtype]) for kind in kinds)
+        self.dtype, self.parts = DTYPES[dtype], nn.ModuleList(NetPart(kind, DTYPES[dtype]) for kind in kinds)
         torch.random.set_rng_state(generator)
 
     def loss(self, given: Loss) -> torch.Tensor:
@@ -42,7 +42,7 @@ class Net(nn.Module):
         return [(parameter, index) for index, part in enumerate(self.parts) for parameter in part.parameters()]
 
 
-class Part(nn.Module):
+class NetPart(nn.Module):
     def __init__(self, kind: str, dtype: torch.dtype) -> None:
         super().__init__()
         self.kind, self.dtype = kind, dtype

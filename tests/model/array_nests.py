@@ -1,12 +1,14 @@
 """Random nests of arrays: containers, names, shapes, dtypes, layouts, and arrays that share memory.
 
 A `Tree` is a plan, without arrays, so ranks and the oracle make the same arrays of it. All choices come from a
-`random.Random`: a scenario follows from a seed, and hypothesis can make it shorter (`strategies.randoms`).
+`random.Random`: a scenario follows from a seed, and hypothesis shrinks failures (`strategies.randoms`).
 """
 
 import collections
 import dataclasses
+import hashlib
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import ml_dtypes
@@ -16,8 +18,9 @@ from allred import nest
 
 Pair = collections.namedtuple("Pair", ["x", "y"])
 
-SHAPES = [(), (3,), (1,), (0,), (2, 3), (4, 1, 2), (1, 1), (0, 5), (17,)]
+SHAPES = [(), (3,), (1,), (0,), (2, 3), (4, 1, 2), (1, 1), (0, 5), (17,), (40, 50)]
 DTYPES = {"f4": np.dtype("f4"), "f8": np.dtype("f8"), "f2": np.dtype("f2"), "bf16": np.dtype(ml_dtypes.bfloat16)}
+TOLERANCES = {8: 1e-10, 4: 1e-5, 2: 4e-2}  # by the size of an element: relative and absolute
 LAYOUTS = ["C", "F", "strided", "reversed", "offset", "subclass", "transposed"]
 KEYS: list[Any] = ["a", "b", "", "a.b", "0", "é", " ", 1, "w"]
 
@@ -153,3 +156,48 @@ def laid_out(value: np.ndarray, layout: str) -> np.ndarray:
     if layout == "transposed":
         return np.array(value.T).T
     return np.array(value)
+
+
+# ---- Comparisons
+
+
+def digest(values: list[Any]) -> str:
+    """Return a hash of numbers and arrays, with one code for all NaN."""
+    numbers = [np.ravel(np.asarray(value, "f8")) for value in values]
+    total = np.nan_to_num(np.concatenate([np.zeros(0), *numbers]))
+    return hashlib.blake2b(total.tobytes() + str([each.size for each in numbers]).encode(), digest_size=6).hexdigest()
+
+
+def tolerances(tree: Tree, state: Iterable[str] = (), rough: bool = False) -> dict[str, float]:
+    """Return the tolerances of "leaf 0", of "all" leaves, and of names of a state: that of their leaf, or 0. rough: as
+    for 16-bit numbers, for all."""
+    limits = [TOLERANCES[2 if rough else DTYPES[leaf.dtype].itemsize] for leaf in tree.leaves]
+    found = {f"leaf {index}": limit for index, limit in enumerate(limits)} | {"all": max(limits, default=0.0)}
+    by_name = dict(zip(tree.names, limits, strict=True))
+    # "slots.", the name of the leaf, and the name of the slot
+    return found | {name: by_name.get(name.removeprefix("slots.").rpartition(".")[0], 0.0) for name in state}
+
+
+def first_difference(got: dict[str, Any], want: dict[str, Any], tolerances: dict[str, float]) -> str:
+    """Compare numbers and arrays by name. Return the first difference as text, or "". tolerances: of the names that are
+    not equal exactly, relative and absolute."""
+    if got.keys() != want.keys():
+        return f"got {sorted(got)}, expected {sorted(want)}"
+    unequal: list[tuple[str, Any, Any]] = []
+    for name, value in got.items():
+        one, two = np.asarray(value), np.asarray(want[name])
+        if one.shape != two.shape or one.dtype != two.dtype:
+            return f"{name} is {one.dtype} {one.shape}, expected {two.dtype} {two.shape}"
+        if one.tobytes() != two.tobytes():
+            unequal.append((name, one, two))
+    if not unequal:
+        return ""
+    limits = np.concatenate([np.full(one.size, tolerances.get(name, 0.0)) for name, one, _ in unequal])
+    ones, twos = (np.concatenate([np.ravel(each[i]).astype("f8") for each in unequal]) for i in (1, 2))
+    with np.errstate(invalid="ignore"):
+        bad = ~((ones == twos) | (np.isnan(ones) & np.isnan(twos)) | (abs(ones - twos) <= limits * (1 + abs(twos))))
+    if not bad.any():
+        return ""
+    last = np.cumsum([one.size for _, one, _ in unequal])
+    name, one, two = unequal[int(np.searchsorted(last, np.argmax(bad), side="right"))]
+    return f"{name} is {one.tolist()}, expected {two.tolist()}"

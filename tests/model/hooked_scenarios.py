@@ -1,12 +1,13 @@
 """The scenarios of hooked.py, and the torch optimizer of a scenario."""
 
 import dataclasses
+import math
 import random
 from typing import Any
 
+import array_nests
 import torch
-import trees
-from torch_nets import KINDS, Loss, Net
+from torch_modules import KINDS, Loss, Net
 
 import allred
 
@@ -24,7 +25,7 @@ _FUSED = ("SGD", "momentum", "nesterov", "Adam", "AdamW", "Adagrad")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Pass(trees.Plan):
+class Pass(array_nests.Plan):
     """A backward pass of one rank. how: "sync", "local" (in no_sync()) or "none" (it makes no pass)."""
 
     loss: Loss
@@ -33,7 +34,7 @@ class Pass(trees.Plan):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Action(trees.Plan):
+class Action(array_nests.Plan):
     """kind: a method of `Oracle` and `Rank`. passes: by pass and rank. number: what the kind needs."""
 
     kind: str
@@ -50,7 +51,7 @@ class Action(trees.Plan):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Scenario(trees.Plan):
+class Scenario(array_nests.Plan):
     size: int
     members: tuple[int, ...]
     kinds: tuple[str, ...]  # of the parts of the model
@@ -65,19 +66,20 @@ class Scenario(trees.Plan):
     options: dict[str, Any]
     scaler: str  # "", "torch", "allred"
     overlap: str
+    check_steps: int
     actions: tuple[Action, ...]
 
 
-def torch_optimizer(made: Scenario, net: Net) -> torch.optim.Optimizer:
-    kind, options = OPTIMIZERS[made.optimizer]
-    options = options | ({made.variant: True} if made.variant else {})
-    options |= {"foreach": False} if made.tensor_lr and not made.variant else {}
-    if "sparse" in made.kinds:
+def torch_optimizer(plan: Scenario, net: Net) -> torch.optim.Optimizer:
+    kind, options = OPTIMIZERS[plan.optimizer]
+    options = options | ({plan.variant: True} if plan.variant else {})
+    options |= {"foreach": False} if plan.tensor_lr and not plan.variant else {}
+    if "sparse" in plan.kinds:
         options = {key: value for key, value in options.items() if key not in ("weight_decay", "nesterov")}
     given: list[Any] = list(net.named_parameters())
-    given = {"": [each for _, each in given], "equal": [("w", each) for _, each in given]}.get(made.named, given)
-    cut = len(given) // 2 if made.groups == 2 else 0
-    rates = [torch.tensor(0.1) if made.tensor_lr else 0.1 for _ in range(2)]
+    given = {"": [each for _, each in given], "equal": [("w", each) for _, each in given]}.get(plan.named, given)
+    cut = len(given) // 2 if plan.groups == 2 else 0
+    rates = [torch.tensor(0.1) if plan.tensor_lr else 0.1 for _ in range(2)]
     groups = [
         {"params": part, "lr": rate} for part, rate in zip([given[:cut], given[cut:]], rates, strict=True) if part
     ]
@@ -112,13 +114,13 @@ def scenario(rng: random.Random, size: int) -> Scenario:
     elif rng.random() < 0.4 and not is_lbfgs:
         options["nonfinite"] = rng.choice(["raise", "skip", "ignore"] if not scaler else ["skip"])
     if rng.random() < 0.2:
-        options["clip_norm"] = rng.choice([0.5, 1.0, 100.0])
+        options["clip_norm"] = rng.choice([0.5, 1.0, 100.0, math.inf])
     if rng.random() < 0.15 and not is_lbfgs:
         options["compression"] = rng.choice([allred.Compression.fp16, allred.Compression.bf16])
     if rng.random() < 0.2:
         options["op"] = allred.Sum
     tensor_lr = rng.random() < 0.15 and variant != "foreach" and not is_lbfgs
-    made = Scenario(
+    plan = Scenario(
         size=size,
         members=members,
         kinds=chosen,
@@ -133,6 +135,7 @@ def scenario(rng: random.Random, size: int) -> Scenario:
         options=options,
         scaler=scaler,
         overlap=rng.choice(["never", "always"]),
+        check_steps=rng.choice([100, 0]),
         actions=(),
     )
     kinds = ["step"] * 12 + [
@@ -145,8 +148,8 @@ def scenario(rng: random.Random, size: int) -> Scenario:
         "zero",
         "copies",
         "lr",
-        "drift",
     ]
+    kinds += ["drift"] * bool(plan.check_steps)
     if members == tuple(range(size)) and not is_lbfgs and scaler != "torch":
         kinds += ["join"]
     if (
@@ -158,16 +161,16 @@ def scenario(rng: random.Random, size: int) -> Scenario:
         every = tuple(range(len(chosen)))
         actions = [Action("step", (tuple(Pass(Loss(rank, every)) for rank in members),), zero_first="none")]
     for _ in range(rng.randint(1, 8)):
-        action = _action(rng, made, rng.choice(kinds))
+        action = _action(rng, plan, rng.choice(kinds))
         actions += [Action("broadcast"), action] if action.kind == "join" else [action]
-    return dataclasses.replace(made, actions=tuple(actions))
+    return dataclasses.replace(plan, actions=tuple(actions))
 
 
-def _action(rng: random.Random, made: Scenario, kind: str) -> Action:
-    number, ranks, is_lbfgs = rng.randrange(2**10), len(made.members), made.optimizer == "LBFGS"
+def _action(rng: random.Random, plan: Scenario, kind: str) -> Action:
+    number, ranks, is_lbfgs = rng.randrange(2**10), len(plan.members), plan.optimizer == "LBFGS"
     if kind not in ("step", "join", "drift"):
         return Action(kind, number=number)
-    every, count = tuple(range(len(made.kinds))), made.options.get("accumulate", 1)
+    every, count = tuple(range(len(plan.kinds))), plan.options.get("accumulate", 1)
     if kind != "step" or is_lbfgs:
         seeds = [[rng.randrange(2**10) for _ in range(ranks)] for _ in range(count)]
         passes = tuple(tuple(Pass(Loss(seed, every)) for seed in row) for row in seeds)
@@ -175,34 +178,34 @@ def _action(rng: random.Random, made: Scenario, kind: str) -> Action:
             samples = rng.choice([None, [rng.choice([0, 1, 3, 8]) for _ in range(ranks)]])
             passes = (tuple(dataclasses.replace(p, samples=samples and samples[i]) for i, p in enumerate(passes[0])),)
         return Action(kind, passes, number, zero_first="none", closure=is_lbfgs)
-    clip = rng.choice([0.5, 100.0]) if rng.random() < 0.2 and "sparse" not in made.kinds else None  # torch refuses it
-    steps = made.scaler == "torch" or rng.random() < 0.9
-    passes = _passes(rng, made, count if made.scaler == "torch" else rng.choice([count] * 3 + [1, 2, 3]))
-    if steps and count == len(passes) == 1 and not made.scaler and rng.random() < 0.1:
+    clip = rng.choice([0.5, 100.0]) if rng.random() < 0.2 and "sparse" not in plan.kinds else None  # torch refuses it
+    steps = plan.scaler == "torch" or rng.random() < 0.9
+    passes = _passes(rng, plan, count if plan.scaler == "torch" else rng.choice([count] * 3 + [1, 2, 3]))
+    if steps and count == len(passes) == 1 and not plan.scaler and rng.random() < 0.1:
         return Action(kind, passes, number, closure=True)
-    if ranks > 1 and made.scaler != "torch" and rng.random() < 0.04:
+    if ranks > 1 and plan.scaler != "torch" and rng.random() < 0.04:
         plain = tuple(tuple(Pass(Loss(rng.randrange(2**10), every)) for _ in range(ranks)) for _ in range(count))
         return Action(kind, plain, number, zero_first="none", frozen_by=rng.randrange(ranks))
     return Action(
         kind,
         passes,
         number,
-        zero_first=rng.choice(["none", "none", "zeros", ""]) if made.scaler != "torch" else "none",
+        zero_first=rng.choice(["none", "none", "zeros", ""]) if plan.scaler != "torch" else "none",
         factor=rng.choice([0.5, 2.0]) if rng.random() < 0.15 else 1.0,
         new_grads=rng.random() < 0.5 and steps,
-        unscale=made.scaler == "torch" and rng.random() < 0.5,
+        unscale=plan.scaler == "torch" and rng.random() < 0.5,
         clip=clip,
         steps=steps,
     )
 
 
-def _passes(rng: random.Random, made: Scenario, count: int) -> tuple[tuple[Pass, ...], ...]:
-    ranks, parts = len(made.members), len(made.kinds)
+def _passes(rng: random.Random, plan: Scenario, count: int) -> tuple[tuple[Pass, ...], ...]:
+    ranks, parts = len(plan.members), len(plan.kinds)
     uneven = rng.choice(["unknown", "unknown", "uneven", "equal"])
-    odd = rng.random() < 0.25 and made.scaler != "torch"  # passes that some ranks lack, or make in no_sync()
+    odd = rng.random() < 0.25 and plan.scaler != "torch"  # passes that some ranks lack, or make in no_sync()
     passes = []
     for _ in range(count):
-        how = "local" if rng.random() < 0.2 and made.scaler != "torch" else "sync"
+        how = "local" if rng.random() < 0.2 and plan.scaler != "torch" else "sync"
         row = []
         for _ in range(ranks):
             used = tuple(i for i in range(parts) if rng.random() < 0.8) or (rng.randrange(parts),)
@@ -213,7 +216,7 @@ def _passes(rng: random.Random, made: Scenario, count: int) -> tuple[tuple[Pass,
     if rng.random() < 0.25:
         row, rank = rng.randrange(count), rng.randrange(ranks)
         one = passes[row][rank]
-        fault = rng.choice(["samples", "negative"] + ["nan", "inf", "nan"] * ("complex" not in made.kinds))
+        fault = rng.choice(["samples", "negative"] + ["nan", "inf", "nan"] * ("complex" not in plan.kinds))
         loss = dataclasses.replace(one.loss, fault=fault, place=rng.randrange(len(one.loss.parts)))
         change: dict[str, Any] = {"loss": loss} if fault in ("nan", "inf") else {"samples": -1}
         if fault == "samples":
