@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import numbers
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -143,7 +144,7 @@ def _start(call: CollectiveCall, tensors: Tensors, outputs: Tensors | None, redu
 
 
 def _is_half(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.element_size() == 2
+    return tensor.dtype in (torch.float16, torch.bfloat16)
 
 
 def _operation(communicator: Communicator, arrays: list[Any], op: ReduceOp, call: CollectiveCall, label: str) -> Any:
@@ -152,6 +153,7 @@ def _operation(communicator: Communicator, arrays: list[Any], op: ReduceOp, call
         return communicator.grouped_allreduce(arrays, op, label, in_place=True)
     if call.is_async:
         return communicator.allreduce(arrays[0], op, label, in_place=True)
+    reduce: Callable[[], Any]
     if call.is_list:
         reduce = functools.partial(communicator.grouped_allreduce_blocking, arrays, True, op, label)
     else:
