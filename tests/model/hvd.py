@@ -44,7 +44,7 @@ WRONG = {
     "alltoall": ["shape", "dtype", "sparse", "splits"],
     "allgather_object": ["pickle", "name"],
     "broadcast_object": ["pickle", "name"],
-    "parameters": ["shape", "dtype"],
+    "parameters": ["shape", "dtype", "sparse"],
 }
 OF_ONE_RANK = ["sparse", "splits", "overlap", "pickle"]  # errors also without other ranks
 
@@ -143,6 +143,7 @@ def _call(rng: random.Random, members: tuple[int, ...], size: int) -> Call:
     scales = kind in ("allreduce", "reducescatter") and rng.random() < 0.3
     wrong = rng.choice(WRONG[kind]) if kind in WRONG and rng.random() < 0.15 and count else ""
     wrong = wrong if len(members) > 1 or wrong in OF_ONE_RANK else ""
+    wrong = "" if wrong == "kind" and is_list else wrong  # of several operations, such as grouped_allgather
     wrong = "" if wrong == "overlap" and 0 in tensors[0][0] else wrong
     scales = scales and wrong != "overlap"  # scaled tensors are copies
     return Call(

@@ -108,6 +108,12 @@ def scale_factors():
 
 @case
 def groups_of_several_dtypes():
+    big = [torch.full((2,), 40000.0, dtype=torch.float16), torch.ones(1, dtype=torch.int64)]  # the sum is too large
+    same(hvd.grouped_allreduce(big)[0], big[0])
+    last = torch.int64 if hvd.rank() else torch.float64
+    for dtype, op in ((torch.int64, hvd.Sum if hvd.rank() else hvd.Average), (last, hvd.Average)):
+        with fails(hvd.HorovodInternalError, match="different operations"):  # and no operation is left
+            hvd.grouped_allreduce([torch.ones(2), torch.ones(2, dtype=dtype)], op=op)
     mine = [value(hvd.rank(), dtype, seed=i) for i, dtype in enumerate((torch.float32, torch.int32, torch.float16))]
     totals = [torch.stack(everyone(each.dtype, seed=i)).double().sum(0).to(each.dtype) for i, each in enumerate(mine)]
     for found, total in zip(hvd.grouped_allreduce(mine, op=hvd.Sum), totals, strict=True):
@@ -296,6 +302,9 @@ def a_call_of_several_operations_that_fails_leaves_none():
     for _ in range(2):
         with pytest.raises(hvd.HorovodInternalError, match="different operations"):
             hvd.broadcast_parameters({"a": torch.ones(rows), "b": torch.ones(2)}, root_rank=0)
+        odd = torch.eye(2) if hvd.rank() else torch.eye(2).to_sparse()
+        with pytest.raises(hvd.HorovodInternalError, match="sparse"):
+            hvd.broadcast_parameters({"a": odd, "b": torch.ones(2)}, root_rank=0)
     hvd.broadcast_parameters({"a": torch.ones(2), "b": torch.ones(2)}, root_rank=0)
 
 
@@ -356,6 +365,9 @@ def arguments_of_one_rank_that_cannot_be_used():
         hvd.alltoall(torch.ones(2 * hvd.size() + (rank == 0)))
     with fails(*kinds, match="sparse"):
         hvd.allreduce(torch.eye(2) if rank else torch.eye(2).to_sparse())
+    for call in (hvd.grouped_allgather, hvd.grouped_allreduce, hvd.grouped_reducescatter):  # several operations
+        with fails(*kinds, match="sparse"):
+            call([torch.eye(2) if rank else torch.eye(2).to_sparse(), torch.ones(2, dtype=torch.int64), torch.ones(2)])
     with fails(*kinds, match="complex"):
         hvd.allreduce(torch.ones(2) if rank else torch.ones(2, dtype=torch.complex64))
     with fails(*kinds, match="Sum of bool"):

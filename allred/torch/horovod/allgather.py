@@ -23,7 +23,7 @@ def _start(call: CollectiveCall, tensors: Tensors) -> int:
 
         return works, finish
 
-    return call.start(begin)
+    return call.start(begin, len(tensors))
 
 
 def _gather(call: CollectiveCall, tensors: Tensors) -> list[Tensor]:

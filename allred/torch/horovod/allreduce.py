@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import numbers
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,6 @@ from allred.torch.horovod import handles
 from allred.torch.horovod.compression import Compression
 from allred.torch.horovod.operations import (
     CollectiveCall,
-    Operations,
     Tensors,
     apply_compressed,
     copies,
@@ -50,29 +50,32 @@ class ScaledReduction(NamedTuple):
     def label(self, name: str, tensors: Tensors) -> str:
         """Return the name for allred, with what the ranks would not compare otherwise."""
         factors = {"prescale_factor": self.prescale, "postscale_factor": self.postscale}
-        differing = [f"{key}={float(factor):g}" for key, factor in factors.items() if factor != 1.0]
+        differing = [f"{key}={float(factor)}" for key, factor in factors.items() if factor != 1.0]
         if any(self._is_integer_mean(tensor) for tensor in tensors):
             differing.append("op=hvd.Average of integers")
         return ", ".join([name] * bool(name) + differing)
 
-    def op_of(self, tensor: Tensor) -> ReduceOp:
-        """Return the reduction for allred, which has no average of integers."""
-        return Sum if self._is_integer_mean(tensor) else self.op
+    def op_of(self, tensors: Tensors) -> ReduceOp:
+        """Return the reduction of a group for allred, which has no average of integers."""
+        return Sum if any(self._is_integer_mean(tensor) for tensor in tensors) else self.op
 
     def begin(self, tensor: Tensor) -> None:
         """Scale a tensor in place, before the reduction."""
         _scale_(tensor, self.prescale)
 
-    def end(self, tensor: Tensor, size: int, active: int) -> None:
-        """Complete the result of allred in place. size: number of ranks; active: of those that have not joined."""
-        if not self._is_integer_mean(tensor):
-            if self.op is Average and active != size:
-                tensor.mul_(active).div_(size)  # Horovod counts the ranks that have joined
-            _scale_(tensor, self.postscale)
-        elif self.postscale == 1.0:
+    def end(self, tensor: Tensor, op: ReduceOp, size: int, active: int) -> None:
+        """Complete the result of allred, by the operator `op`, in place. size: number of ranks; active: of those that
+        have not joined."""
+        if self._is_integer_mean(tensor) and self.postscale != 1.0:
+            _scale_(tensor, self.postscale / size)
+        elif self._is_integer_mean(tensor):
             torch.div(tensor, size, rounding_mode="trunc", out=tensor)
         else:
-            _scale_(tensor, self.postscale / size)
+            if op is not self.op:
+                tensor.div_(size)
+            elif op is Average and active != size:
+                tensor.mul_(active).div_(size)  # Horovod counts the ranks that have joined
+            _scale_(tensor, self.postscale)
 
     def _is_integer_mean(self, tensor: Tensor) -> bool:
         return self.op is Average and not tensor.is_floating_point()
@@ -117,40 +120,45 @@ def _start(call: CollectiveCall, tensors: Tensors, outputs: Tensors | None, redu
         results = list(tensors) if in_place else copies(tensors)
         memory = detached(results)
         label = reduction.label(call.label, memory)
-        ops = [reduction.op_of(tensor) for tensor in memory]
-        arrays = [view(tensor) for tensor in memory]
-        for tensor in memory:
+        op = reduction.op_of(memory)
+        # Sums of 16-bit floats are rounded after the division only.
+        sums = [tensor.float() if op is not reduction.op and _is_half(tensor) else tensor for tensor in memory]
+        arrays = [view(tensor) for tensor in sums]
+        for tensor in sums:
             reduction.begin(tensor)
 
         def finish(_: Any, active: int) -> Any:
-            for tensor in memory:
-                reduction.end(tensor, communicator.size, active)
+            for tensor, total in zip(memory, sums, strict=True):
+                reduction.end(total, op, communicator.size, active)
+                if total is not tensor:
+                    tensor.copy_(total)
             if outputs is not None and not in_place:
                 for output, result in zip(detached(outputs), results, strict=True):
                     output.copy_(result)
                 return list(outputs) if call.is_list else outputs[0]
             return results if call.is_list else results[0]
 
-        return _operations(communicator, arrays, ops, call, label), finish
+        return [_operation(communicator, arrays, op, call, label)], finish
 
     return call.start(begin, allows_joined=True)
 
 
-def _operations(
-    communicator: Communicator, arrays: list[Any], ops: list[ReduceOp], call: CollectiveCall, label: str
-) -> Operations:
-    """Start the reduction of arrays in place: one operation, unless the operators differ."""
-    if len(set(ops)) != 1:
-        return [communicator.allreduce(*pair, label, in_place=True) for pair in zip(arrays, ops, strict=True)]
+def _is_half(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.float16, torch.bfloat16)
+
+
+def _operation(communicator: Communicator, arrays: list[Any], op: ReduceOp, call: CollectiveCall, label: str) -> Any:
+    """Start the reduction of arrays in place."""
     if call.is_async and call.is_list:
-        return [communicator.grouped_allreduce(arrays, ops[0], label, in_place=True)]
+        return communicator.grouped_allreduce(arrays, op, label, in_place=True)
     if call.is_async:
-        return [communicator.allreduce(arrays[0], ops[0], label, in_place=True)]
+        return communicator.allreduce(arrays[0], op, label, in_place=True)
+    reduce: Callable[[], Any]
     if call.is_list:
-        reduce = functools.partial(communicator.grouped_allreduce_blocking, arrays, True, ops[0], label)
-        return [handles.DeferredCall(communicator, reduce)]
-    reduce_one = functools.partial(communicator.allreduce_blocking, arrays[0], True, ops[0], label)
-    return [handles.DeferredCall(communicator, reduce_one)]
+        reduce = functools.partial(communicator.grouped_allreduce_blocking, arrays, True, op, label)
+    else:
+        reduce = functools.partial(communicator.allreduce_blocking, arrays[0], True, op, label)
+    return handles.DeferredCall(communicator, reduce)
 
 
 def _reduce(call: CollectiveCall, tensors: Tensors, compression: Any, reduction: ScaledReduction) -> list[Tensor]:

@@ -42,9 +42,9 @@ class CollectiveCall:
         """The name for the functions of allred."""
         return self.name or ""
 
-    def start(self, begin: Begin, allows_joined: bool = False) -> int:
-        """Call `begin` and return the handle. If it raises InputError, all ranks raise it. allows_joined: as in
-        handles.AsyncCall."""
+    def start(self, begin: Begin, operations: int = 1, allows_joined: bool = False) -> int:
+        """Call `begin` and return the handle. If it raises InputError, all ranks raise it. operations: how many `begin`
+        starts. allows_joined: as in handles.AsyncCall."""
         communicator = communicator_of(self.process_set)
         title = f"{'grouped_' * self.is_list}{self.kind}{quoted(self.label)}"
         key = (self.process_set.process_set_id or 0, title) if self.name else None
@@ -56,7 +56,8 @@ class CollectiveCall:
             try:
                 works, finish = begin(communicator)
             except InputError as error:
-                communicator.check(self.kind, title, problem=str(error)).wait()
+                works = [communicator.check(self.kind, title, problem=str(error)) for _ in range(max(1, operations))]
+                works[0].wait()
                 raise
         return handles.add(handles.AsyncCall(title, works, communicator.size, finish, allows_joined), key)
 

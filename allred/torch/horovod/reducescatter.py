@@ -32,19 +32,19 @@ def _start(call: CollectiveCall, tensors: Tensors, reduction: ScaledReduction) -
         sources = detached(tensors) if reduction.prescale == 1.0 else copies(tensors)
         for tensor in sources:
             reduction.begin(tensor)
-        pairs = [(view(tensor), reduction.op_of(tensor)) for tensor in sources]
+        pairs = [(view(tensor), reduction.op_of([tensor])) for tensor in sources]
         label = reduction.label(call.label, sources)
         works = [communicator.reducescatter(*pair, label) for pair in pairs]
 
         def finish(results: list[Any], active: int) -> Any:
             found = [result_as_tensor(result, tensor) for result, tensor in zip(results, sources, strict=True)]
-            for tensor in found:
-                reduction.end(tensor, communicator.size, active)
+            for tensor, (_, op) in zip(found, pairs, strict=True):
+                reduction.end(tensor, op, communicator.size, active)
             return found if call.is_list else found[0]
 
         return works, finish
 
-    return call.start(begin)
+    return call.start(begin, len(tensors))
 
 
 def _reduce_and_scatter(

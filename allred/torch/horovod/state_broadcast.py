@@ -11,6 +11,7 @@ from allred.errors import InputError
 from allred.torch.hooked_optimizer import HookedOptimizer
 from allred.torch.horovod import handles
 from allred.torch.horovod.broadcast import broadcast_async_
+from allred.torch.horovod.horovod_errors import HorovodInternalError
 from allred.torch.horovod.operations import CollectiveCall
 from allred.torch.horovod.process_sets import ProcessSet, communicator_of, global_process_set
 from allred.torch.optimizer_state import load_in_place
@@ -36,7 +37,15 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
             f"broadcast_parameters({type(params).__name__}): expected a dict or a list, such as model.state_dict() or "
             "list(model.parameters())"
         )
-    handles.synchronize_all([broadcast_async_(tensor, root_rank, name) for name, tensor in pairs])
+    started, errors = [], []
+    for name, tensor in pairs:
+        try:
+            started.append(broadcast_async_(tensor, root_rank, name))
+        except HorovodInternalError as error:  # on all ranks, which start the others too
+            errors.append(error)
+    handles.synchronize_all(started)
+    if errors:
+        raise errors[0]
 
 
 def broadcast_optimizer_state(
