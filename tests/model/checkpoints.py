@@ -214,6 +214,8 @@ class Rank:
             saved = checkpoint.read_checkpoint(self.directory / f"step-{step:08d}")
             for param, name in zip(self.params, self.plan.tree.names, strict=True):
                 param[...] = saved.params[name]
+            if self.part.servers:  # which have no parameters before the first step
+                self.opt.broadcast(self.nest)
             self.opt.load_state_dict({**saved.meta["optimizer"], "slots": saved.slots})
         elif (restored := self.opt.restore(self.directory, self.nest)) != self.oracle.restored:
             return f"restored step {restored}, expected {self.oracle.restored}"
