@@ -34,6 +34,8 @@ OPTIMIZERS = {
     "SGD": lambda: optim.SGD(lr=0.5),
     "momentum": lambda: optim.SGD(lr=0.5, momentum=0.75, weight_decay=0.125),
     "Adam": lambda: optim.Adam(lr=0.25, eps=0.5),
+    "AdamW": lambda: optim.AdamW(lr=0.25, eps=0.5),
+    "RMSProp": lambda: optim.RMSProp(lr=0.25, eps=0.5, momentum=0.5, centered=True),
     "Adagrad": lambda: optim.Adagrad(lr=0.5, eps=0.5),
     "own": lambda: Descent(0.5),
 }

@@ -33,17 +33,17 @@ def norm_of(grads):
 # ---- clipping
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("limit", [0.5, 1e9, math.inf])
-def test_the_mean_is_clipped_by_the_norm_of_all_gradients(rank, size, dtype, limit):
+def test_the_16_bit_mean_is_clipped_by_the_norm_of_all_gradients(rank, size, limit):
+    dtype = np.float16
     opt, params = allred.distributed(optim.SGD(lr=1.0), clip_norm=limit), start(dtype)
     assert opt.grad_norm is None
     opt.step(params, gradients(rank, dtype=dtype))
     exact = mean(size, dtype=dtype)
-    assert opt.grad_norm == pytest.approx(norm_of(exact), rel=1e-3 if dtype == np.float16 else 1e-6)
+    assert opt.grad_norm == pytest.approx(norm_of(exact), rel=1e-3)
     factor = min(1.0, limit / norm_of(exact))
     for name, value in params.items():
-        np.testing.assert_allclose(value, -factor * exact[name], rtol=2e-3, atol=1e-3 if dtype == np.float16 else 1e-6)
+        np.testing.assert_allclose(value, -factor * exact[name], rtol=2e-3, atol=1e-3)
     assert norm_of(params) <= limit * 1.001
     assert len(set(allred.allgather_object((opt.grad_norm, allred.digest(params))))) == 1
 
@@ -56,25 +56,6 @@ def test_the_norm_is_the_same_number_whatever_the_layouts(rank, size):
         grads["w"] = np.asfortranarray(grads["w"]) if rank % 2 else grads["w"]
         opt.step(params, grads)
         assert len(set(allred.allgather_object((opt.grad_norm, allred.digest(params))))) == 1
-
-
-def test_accumulated_gradients_are_clipped_once_together(rank, size):
-    opt, params = allred.distributed(optim.SGD(lr=1.0), accumulate=3, clip_norm=0.5), start()
-    for micro in range(3):
-        assert opt.grad_norm is None
-        opt.step(params, gradients(rank, seed=micro))
-    means = [mean(size, seed=micro) for micro in range(3)]
-    exact = {k: sum(m[k] for m in means) / 3 for k in means[0]}
-    assert opt.grad_norm == pytest.approx(norm_of(exact), rel=1e-6)
-    assert norm_of(params) == pytest.approx(0.5, rel=1e-5)
-
-
-def test_missing_gradients_and_numbers(rank, size):
-    opt, params = allred.distributed(optim.SGD(lr=1.0), clip_norm=1.0), [np.zeros(2), np.zeros(()), np.zeros(3)]
-    opt.step(params, [np.array([6.0, 0.0]), 8.0, None])
-    assert opt.grad_norm == 10
-    np.testing.assert_allclose(params[0], [-0.6, 0])
-    np.testing.assert_allclose(params[1], -0.8)
 
 
 def test_integers_cannot_be_clipped(rank):

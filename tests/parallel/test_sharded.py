@@ -103,27 +103,6 @@ def test_a_state_that_is_loaded_and_broadcast(rank):
     assert_same_state(opt.state_dict(), plain.state_dict())
 
 
-def test_a_checkpoint_of_one_rank(rank, tmp_path):
-    expected, params = make_params(), make_params()
-    opt = allred.distributed(optim.Adam(), sharded=True)
-    train(opt, params, 2, rank)
-    opt.save(tmp_path, params)
-    train(opt, params, 1, rank, first=2)
-    plain = allred.distributed(optim.Adam())
-    assert plain.restore(tmp_path, expected) == 2
-    train(plain, expected, 1, rank, first=2)
-    assert_same(params, expected)
-
-
-def test_gradients_that_are_missing_in_some_steps(rank):
-    expected, params = make_params(), make_params()
-    plain, opt = allred.distributed(optim.Adam()), allred.distributed(optim.Adam(), sharded=True)
-    for step, without in enumerate([("b",), (), ("a", "f"), ("b",)]):
-        train(plain, expected, 1, rank, step, without)
-        train(opt, params, 1, rank, step, without)
-        assert_same(params, expected)
-
-
 def test_parameters_that_are_not_contiguous_and_other_parameters_in_a_later_step(rank):
     def with_columns():
         params = make_params()
@@ -252,21 +231,6 @@ def test_a_rank_that_joins_without_a_step(rank, before):
     assert len(set(allred.allgather_object(results[0][0]))) == 1
 
 
-def test_clipping_and_skipped_steps(rank):
-    expected, params = make_params(), make_params()
-    options = {"clip_norm": 0.5, "nonfinite": "skip"}
-    plain = allred.distributed(optim.Adam(), **options)
-    opt = allred.distributed(optim.Adam(), sharded=True, **options)
-    for step in range(3):
-        for each, target in ((plain, expected), (opt, params)):
-            grads = make_grads(rank, step)
-            if step == 1 and rank == 0:
-                grads["b"][0, 0] = np.nan
-            each.step(target, grads)
-    assert plain.skipped == opt.skipped == 1
-    assert_same(params, expected)
-
-
 def test_overlap(rank):
     expected, params = make_params(), make_params()
     plain, opt = allred.distributed(optim.Adam()), allred.distributed(optim.Adam(), sharded=True)
@@ -277,23 +241,6 @@ def test_overlap(rank):
                 each.reduce(name, grads[name])
             each.step(target, grads)
         assert_same(params, expected)
-
-
-def test_ranks_that_have_joined(rank, size):
-    """The other ranks update the slices of the joined rank."""
-    expected, params = make_params(), make_params()
-    plain, opt = allred.distributed(optim.Adam()), allred.distributed(optim.Adam(), sharded=True)
-    train(plain, expected, 1, rank)
-    train(opt, params, 1, rank)
-    if rank > 0:
-        train(plain, expected, 1, rank, 1)
-        train(opt, params, 1, rank, 1)
-        assert_same(params, expected)
-    allred.join()
-    train(plain, expected, 1, rank, 2)
-    train(opt, params, 1, rank, 2)
-    assert_same(params, expected)
-    assert_same_state(opt.state_dict(), plain.state_dict())
 
 
 def test_ranks_that_differ(rank):

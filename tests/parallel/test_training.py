@@ -36,27 +36,6 @@ def train(opt, batch_size, dtype=np.float64, **options):
     return params
 
 
-MAKERS = {
-    "SGD": lambda: optim.SGD(lr=0.05),
-    "momentum": lambda: optim.SGD(lr=0.02, momentum=0.9, nesterov=True),
-    "Adagrad": lambda: optim.Adagrad(lr=0.1),
-    "RMSProp": lambda: optim.RMSProp(lr=0.01),
-    "Adam": lambda: optim.Adam(lr=optim.cosine(0.02, 30)),
-    "AdamW": lambda: optim.AdamW(lr=0.02),
-}
-
-
-@pytest.mark.parametrize("maker", MAKERS)
-@pytest.mark.parametrize("batch_size", [200, 17, 479])
-def test_any_number_of_ranks_gives_the_result_of_one(maker, batch_size):
-    """1437 rows: no batch size here divides them, and few of the batches divide evenly over 2, 3 or 4 ranks."""
-    together = train(allred.distributed(MAKERS[maker]()), batch_size)
-    alone = train(MAKERS[maker](), batch_size, rank=0, size=1)
-    np.testing.assert_allclose(together["w"], alone["w"], rtol=1e-9)
-    np.testing.assert_allclose(together["deep"][0], alone["deep"][0], rtol=1e-9)
-    assert len(set(allred.allgather_object(allred.digest(together)))) == 1
-
-
 @pytest.mark.parametrize("batch_size", [200, 479])
 @pytest.mark.parametrize("count", [2, 3])
 def test_towers_within_ranks(count, batch_size):
@@ -80,34 +59,6 @@ def test_towers_of_ranks_without_samples(size):
     assert params["w"] == pytest.approx(-np.arange(1.0, size + 1).mean() - (size + 1))
 
 
-def test_single_precision_stays_within_its_tolerance():
-    together = train(allred.distributed(optim.SGD(lr=0.05)), 100, np.float32)
-    alone = train(optim.SGD(lr=0.05), 100, np.float32, rank=0, size=1)
-    assert together["w"].dtype == np.float32
-    np.testing.assert_allclose(together["w"], alone["w"], rtol=1e-4, atol=1e-6)
-
-
-def test_a_last_batch_smaller_than_the_number_of_ranks(size):
-    """Ranks without a sample contribute nothing, even if their gradients are NaN."""
-    x = np.arange(5.0 * size + 1)
-    params, opt = [np.zeros(1)], allred.distributed(optim.SGD(lr=1.0))
-    batches = allred.data.batches(x, batch_size=5 * size, seed=None)
-    seen = []
-    for mine in batches:
-        before = params[0].copy()
-        with np.errstate(invalid="ignore"):
-            opt.step(params, [np.array([mine.sum() / np.float64(len(mine))])])
-        seen.append(before - params[0])
-    assert np.allclose(seen[0], x[: 5 * size].mean())
-    assert np.allclose(seen[1], x[-1])
-
-
-def test_a_rank_without_samples_adds_nothing_to_a_sum(rank, size):
-    params, opt = [np.zeros(2)], allred.distributed(optim.SGD(lr=1.0), op=allred.Sum)
-    opt.step(params, [np.full(2, np.nan) if rank == 0 and size > 1 else np.ones(2)], samples=rank if size > 1 else 1)
-    assert params[0].tolist() == [-max(size - 1, 1)] * 2
-
-
 def test_integers_and_a_rank_without_samples(rank, size):
     params, opt = [np.zeros(2, int)], allred.distributed(optim_sum_of_integers(), op=allred.Sum)
     opt.step(params, [np.full(2, 3)], samples=rank if size > 1 else 1)
@@ -122,12 +73,6 @@ def optim_sum_of_integers():
     return Add()
 
 
-def test_the_sum_is_not_weighted(size):
-    params, opt = [np.zeros(2)], allred.distributed(optim.SGD(lr=1.0), op=allred.Sum)
-    opt.step(params, [np.ones(2)], samples=allred.rank() + 1)
-    assert params[0].tolist() == [-size] * 2
-
-
 @pytest.mark.parametrize("bucket_bytes", [1, 64, 1000, "1MiB"])
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_buckets_of_any_size_give_the_same_mean(rank, size, bucket_bytes, dtype):
@@ -140,58 +85,6 @@ def test_buckets_of_any_size_give_the_same_mean(rank, size, bucket_bytes, dtype)
         mean = np.asarray(b * np.float32((size + 1) / 2), np.float32).astype(dtype)
         np.testing.assert_array_equal(grad, mean)  # overwritten with the mean
         np.testing.assert_array_equal(param, -mean)
-
-
-def test_mixed_dtypes_and_layouts(rank, size):
-    params = [np.zeros((4, 6), np.float32, order="F"), np.zeros((3, 8), np.float64)[:, ::2], np.zeros(5, np.float16)]
-    grads = [np.full_like(p, rank) for p in params]
-    grads[0] = np.asfortranarray(grads[0])
-    allred.distributed(optim.SGD(lr=1.0)).step(params, grads)
-    for param in params:
-        np.testing.assert_array_equal(param, np.full_like(param, -(size - 1) / 2))
-
-
-def test_missing_gradients_count_as_zeros_if_another_rank_has_them(rank, size):
-    params = [np.zeros(3), np.zeros(2), np.zeros(())]
-    grads = [np.ones(3) if rank == 0 else None, None, 2.0]
-    optimizer = optim.SGD(lr=1.0)
-    allred.distributed(optimizer).step(params, grads)
-    np.testing.assert_allclose(params[0], -1 / size)
-    assert params[1].tolist() == [0, 0]
-    assert params[2] == -2
-
-
-@pytest.mark.parametrize("micro", [2, 3])
-def test_accumulated_micro_steps_are_one_step_of_their_union(micro):
-    params, opt = start(), allred.distributed(optim.SGD(lr=0.1), accumulate=micro)
-    x, y = problem()
-    rows = allred.data.batches(np.arange(ROWS), batch_size=100, seed=1)
-    for step, mine in enumerate(rows, start=1):
-        opt.step(params, grads_of(params, x[mine], y[mine]))
-        if step == micro:
-            break
-    union = rows.order(0)[: 100 * micro]
-    alone = start()
-    optim.SGD(lr=0.1).step(alone, grads_of(alone, x[union], y[union]))
-    np.testing.assert_allclose(params["w"], alone["w"], rtol=1e-12)
-
-
-@pytest.mark.parametrize("how", ["restore", "load_state_dict"])
-@pytest.mark.parametrize("container", [np.asarray, lambda w: {"w": w}, lambda w: [w]])
-def test_a_restored_state_has_no_gradients_of_an_incomplete_step(rank, how, container, tmp_path):
-    w = np.zeros(2)
-    params, opt = container(w), allred.distributed(optim.SGD(lr=1.0, momentum=0.5), accumulate=3)
-    opt.save(tmp_path, params)
-    state = opt.state_dict()
-    for _ in range(2):
-        opt.step(params, container(np.full(2, 500.0)), samples=5)
-    assert opt.accumulates
-    assert (opt.restore(tmp_path, params) if how == "restore" else opt.load_state_dict(state)) in (0, None)
-    assert not opt.accumulates
-    for _ in range(3):
-        assert w.tolist() == [0, 0]
-        opt.step(params, container(np.ones(2)))
-    assert w.tolist() == [-1, -1]
 
 
 def test_a_restored_state_has_no_samples_of_an_incomplete_step(size, tmp_path):
@@ -341,12 +234,6 @@ def test_a_micro_step_that_fails_on_one_rank_is_an_error_on_all_at_the_end_of_th
         opt.step(params, [np.full(3, 1.5 * (rank + 1))])
         opt.step(params, [np.full(3, 1.5 * (rank + 1))])
     np.testing.assert_allclose(params[0], -4 * (size + 1) / 2)
-
-
-def test_numbers_and_missing_ones_for_the_same_parameter(rank, size):
-    params = [np.zeros((), np.float32)]
-    allred.distributed(optim.SGD(lr=1.0)).step(params, [3.0 if rank == 0 else None])
-    assert params[0] == np.float32(-3 / size)
 
 
 def test_tied_gradients_are_reduced_once(size):

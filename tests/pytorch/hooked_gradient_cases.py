@@ -78,19 +78,6 @@ def clipping_of_torch_and_gradients_on_some_ranks():
 
 
 @case_with_overlap
-def clip_norm_and_gradients_on_some_ranks():
-    each = parameter()
-    opt = sgd(each, clip_norm=1.0)
-    for step in range(3):
-        opt.zero_grad()
-        if (RANK + step) % SIZE == 0:
-            backward_of(each, 40.0)
-        opt.step()
-    torch.testing.assert_close(each.detach().norm(), torch.tensor(3.0))
-    equal_on_all(nn.ParameterList([each]))
-
-
-@case_with_overlap
 def no_sync_on_one_rank():
     """As often as the others call backward(), all is well. If the others call it more often, it is an error."""
     each = parameter()

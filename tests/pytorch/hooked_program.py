@@ -117,23 +117,6 @@ def backward_returns_averages():
             np.testing.assert_allclose(one.grad, two.grad, rtol=1e-5, atol=1e-7)
 
 
-@case_with_overlap
-def accumulate():
-    """The gradients of two backward passes are added up by torch, and reduced once."""
-    model, opt, other, plain = hooked(net(), accumulate=2)
-    for step in range(3):
-        for optimizer, net_, get in ((opt, model, batch), (plain, other, joined)):
-            optimizer.zero_grad()
-            for micro in range(2):
-                (loss_of(net_, get(10 * step + micro)) / 2).backward()
-                if micro == 0 and optimizer is opt:
-                    assert opt.allred.accumulates
-            optimizer.step()
-    train(model, opt, batch(99))  # an incomplete step
-    train(other, plain, joined(99))
-    close(model, other)
-
-
 @case
 def a_restored_state_has_no_gradients_of_an_incomplete_step():
     """Also where the program calls `load_state_dict` of torch."""
@@ -160,18 +143,6 @@ def a_restored_state_has_no_gradients_of_an_incomplete_step():
         close(model, other)
 
 
-@case_with_overlap
-def two_backward_passes_of_a_step():
-    model, opt, other, plain = hooked(net())
-    for step in range(3):
-        for optimizer, net_, get in ((opt, model, batch), (plain, other, joined)):
-            optimizer.zero_grad()
-            loss_of(net_, get(2 * step)).backward()
-            loss_of(net_, get(2 * step + 1)).backward()
-            optimizer.step()
-    close(model, other)
-
-
 @case
 def sums():
     model, opt, other, plain = hooked(net(), lambda p: torch.optim.SGD(p, lr=0.01), op=allred.Sum)
@@ -196,56 +167,6 @@ def raised(kind, function):
     assert text, f"no {kind.__name__}"
     assert len(set(everyone)) == 1, everyone
     return text
-
-
-class Branches(nn.Module):
-    """Each rank uses the common part, and may leave out a branch. No rank uses `never`."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        self.common, self.never = nn.Linear(6, 3), nn.Linear(2, 2)
-        self.branches = nn.ModuleList(nn.Linear(6, 3) for _ in range(SIZE))
-
-    def forward(self, x, branch):
-        return self.common(x) + self.branches[branch](x)
-
-
-def branch_loss(model, step, rank):
-    x, y = batch(step, rank)
-    return functional.cross_entropy(model(x, (rank + step) % SIZE), y)
-
-
-@case_with_overlap
-def unused_parameters():
-    model, opt, other, plain = hooked(Branches())
-    before = model.never.weight.detach().clone()
-    for step in range(4):
-        train(model, opt, step, lambda m, step: branch_loss(m, step, RANK))
-        train(other, plain, step, lambda m, step: sum(branch_loss(m, step, rank) for rank in range(SIZE)) / SIZE)
-    close(model, other)
-    assert torch.equal(before, model.never.weight)
-    assert model.never.weight.grad is None
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(4)
-        self.first, self.second, self.last = nn.Linear(6, 6), nn.Linear(6, 6, bias=False), nn.Linear(6, 3)
-        self.second.weight = self.first.weight
-
-    def forward(self, x):
-        return self.last(self.second(torch.tanh(self.first(x))))
-
-
-@case_with_overlap
-def shared_parameters():
-    model, opt, other, plain = hooked(Tied())
-    for step in range(4):
-        train(model, opt, batch(step))
-        train(other, plain, joined(step))
-    close(model, other)
 
 
 class Checkpointed(nn.Module):
@@ -394,19 +315,6 @@ def sparse_gradients_that_a_rank_lacks_or_clips():
     equal_on_all(model)
 
 
-@case
-def process_sets():
-    sets = allred.ProcessSet([0, SIZE - 1])
-    if RANK not in (0, SIZE - 1):
-        return
-    model, opt, other, plain = hooked(net(), process_set=sets)
-    for step in range(3):
-        train(model, opt, batch(step))
-        parts = [batch(step, rank) for rank in (0, SIZE - 1)]
-        train(other, plain, tuple(torch.cat(each) for each in zip(*parts, strict=True)))
-    close(model, other)
-
-
 @case_with_overlap
 def nonfinite_gradients_raise_or_skip():
     def nan_loss(model, data):
@@ -495,44 +403,6 @@ def clipping_of_torch_sees_averages():
     close(model, other)
 
 
-@case_with_overlap
-def grad_scaler_of_torch():
-    """An overflow on one rank: all ranks skip the step and lower the scale."""
-    model, opt, other, plain = hooked(net(), nonfinite="ignore")
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for step in range(4):
-        opt.zero_grad()
-        loss = scaler.scale(loss_of(model, batch(step)))
-        if step == 1 and RANK == 0:
-            loss = loss * float("inf")
-        loss.backward()
-        scaler.step(opt)
-        scaler.update()
-        if step != 1:
-            train(other, plain, joined(step))
-    assert scaler.get_scale() == 512
-    close(model, other, 1e-5)
-    equal_on_all(model)
-
-
-@case
-def grad_scaler_of_allred():
-    scaler = allred.GradScaler(init_scale=1024.0)
-    model, opt, other, plain = hooked(net(), scaler=scaler)
-    for step in range(4):
-
-        def loss(model, data, step=step):
-            scaled = scaler.scale(loss_of(model, data))
-            return scaled * float("inf") if step == 1 and RANK == 0 else scaled
-
-        train(model, opt, batch(step), loss)
-        if step != 1:
-            train(other, plain, joined(step))
-    assert scaler.get_scale() == 512
-    assert opt.allred.skipped == 1
-    close(model, other, 1e-5)
-
-
 @case
 def lbfgs():
     for search in (None, "strong_wolfe"):
@@ -584,22 +454,6 @@ def lbfgs_after_a_skipped_closure():
 
 
 @case
-def a_closure():
-    model, opt, other, plain = hooked(net())
-    for step in range(3):
-
-        def closure(step=step):
-            opt.zero_grad()
-            loss = loss_of(model, batch(step))
-            loss.backward()
-            return loss
-
-        assert float(opt.step(closure).detach()) > 0
-        train(other, plain, joined(step))
-    close(model, other)
-
-
-@case
 def compression():
     model, opt, other, plain = hooked(net(), lambda p: torch.optim.SGD(p, lr=0.1), compression=allred.Compression.bf16)
     for step in range(3):
@@ -624,44 +478,6 @@ def bfloat16_models():
 
 
 @case
-def complex_parameters():
-    weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
-    opt = allred.distributed(torch.optim.SGD([weight], lr=1.0))
-    (weight * (RANK + 1j)).real.sum().backward()
-    opt.step()
-    mean = sum(range(SIZE)) / SIZE
-    np.testing.assert_allclose(weight.detach().numpy(), np.full(3, 1 - mean + 1j), rtol=1e-6)
-
-
-@case
-def other_layouts():
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(4, 3)).to(memory_format=torch.channels_last)
-    model, opt, other, plain = hooked(model)
-
-    def loss(model, data):
-        return functional.cross_entropy(model(data[0].reshape(-1, 2, 3, 3)), data[1])
-
-    for step in range(3):
-        train(model, opt, batch(step, features=18), loss)
-        train(other, plain, joined(step, features=18), loss)
-    close(model, other)
-
-
-@case_with_overlap
-def different_numbers_of_samples():
-    """As one process with the batch of all, whose ranks have 1, 2, ... rows."""
-    model, opt, other, plain = hooked(net())
-    for step in range(4):
-        data = batch(step, rows=RANK + 1)
-        opt.allred.samples = RANK + 1
-        train(model, opt, data)
-        parts = [batch(step, rank, rows=rank + 1) for rank in range(SIZE)]
-        train(other, plain, tuple(torch.cat(each) for each in zip(*parts, strict=True)))
-    close(model, other)
-
-
-@case
 def batches_of_allred_weight_the_ranks():
     x, y = (each.numpy() for each in joined(0, rows=5))
     model, opt, other, plain = hooked(net())
@@ -670,23 +486,6 @@ def batches_of_allred_weight_the_ranks():
         train(model, opt, (torch.from_numpy(xs), torch.from_numpy(ys)))
     for xs, ys in allred.data.batches(x, y, batch_size=2 * SIZE + 1, epochs=2, rank=0, size=1):
         train(other, plain, (torch.from_numpy(xs), torch.from_numpy(ys)))
-    close(model, other)
-
-
-@case_with_overlap
-def samples_of_accumulated_batches():
-    """The gradients of a rank are weighted by the samples of all its micro-batches."""
-    model, opt, other, plain = hooked(net(), accumulate=2)
-    for step in range(3):
-        opt.zero_grad()
-        plain.zero_grad()
-        for micro in range(2):
-            opt.allred.samples = RANK + 1
-            (loss_of(model, batch(10 * step + micro, rows=RANK + 1)) / 2).backward()
-            parts = [batch(10 * step + micro, rank, rows=rank + 1) for rank in range(SIZE)]
-            (loss_of(other, tuple(torch.cat(each) for each in zip(*parts, strict=True))) / 2).backward()
-        opt.step()
-        plain.step()
     close(model, other)
 
 
@@ -724,18 +523,6 @@ def ranks_with_unequal_numbers_of_batches():
         train(other, plain, joined(step))
     close(model, other)
     assert opt.allred.global_step == max([0, 2, 3][:SIZE]) + 3 + 3
-
-
-@case
-def float64_models():
-    def loss(model, data):
-        return functional.cross_entropy(model(data[0].double()), data[1])
-
-    model, opt, other, plain = hooked(net().double(), lambda p: torch.optim.Adam(p, lr=0.01))
-    for step in range(3):
-        train(model, opt, batch(step), loss)
-        train(other, plain, joined(step), loss)
-    close(model, other, 1e-12)
 
 
 @case_with_overlap

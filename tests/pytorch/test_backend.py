@@ -108,7 +108,7 @@ def test_torchrun_restart(tmp_path):
 @pytest.mark.parametrize(
     ("program", "names"),
     [
-        ("hooked_program.py", ["sgd_as_one_process", "unused_parameters"]),
+        ("hooked_program.py", ["sgd_as_one_process", "requires_grad_set_later"]),
         pytest.param("hooked_program.py", [], marks=pytest.mark.full),
         pytest.param("collectives_program.py", [], marks=pytest.mark.full),
         pytest.param("ddp_program.py", [], marks=pytest.mark.full),

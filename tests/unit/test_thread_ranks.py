@@ -58,19 +58,6 @@ def test_large_arrays_in_strides():
         assert (result == 2).all()
 
 
-def test_a_distributed_optimizer():
-    def train():
-        opt = allred.distributed(allred.optim.SGD(lr=0.5))
-        params = {"w": np.full(3, float(allred.rank())), "b": np.zeros(2)}
-        opt.broadcast(params)
-        for x in allred.data.batches(np.arange(12.0), batch_size=4):
-            opt.step(params, {"w": np.full(3, x.mean()), "b": np.ones(2)})
-        return params["w"].tolist(), params["b"].tolist()
-
-    alone = threads(1, train)[0]
-    assert threads(2, train) == [alone] * 2
-
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_gradients_that_are_not_finite(size):
     class Descent:
@@ -87,21 +74,6 @@ def test_gradients_that_are_not_finite(size):
             assert params["w"].tolist() == [1, 1, 1]
 
     threads(size, train)
-
-
-def test_a_session(tmp_path):
-    def train():
-        opt = allred.distributed(allred.optim.SGD(lr=0.5))
-        params = {"w": np.zeros(3)}
-        with allred.Session(checkpoint_dir=tmp_path, max_steps=3, log_steps=None) as session:
-            session.track(params=params, optimizer=opt)
-            for _ in session.steps(range(5)):
-                opt.step(params, {"w": np.full(3, float(allred.rank()))})
-        return params["w"].tolist()
-
-    assert threads(2, train) == [[-0.75] * 3] * 2
-    assert threads(2, train) == [[-0.75] * 3] * 2  # goes on from the checkpoint
-    assert "step-00000003" in {path.name for path in tmp_path.iterdir()}
 
 
 def test_process_sets():
@@ -140,18 +112,6 @@ def test_join():
         return joined.last, sums
 
     assert threads(3, uneven) == [(2, [3.0]), (2, [3.0, 2.0]), (2, [3.0, 2.0, 1.0])]
-
-
-def test_join_copies_the_parameters_of_the_last_rank():
-    def uneven():
-        opt, params = allred.distributed(allred.optim.SGD(lr=1.0)), np.zeros(2)
-        with allred.Join():
-            for _ in range(allred.rank() + 1):
-                opt.step(params, np.ones(2))
-        opt.step(params, np.ones(2))
-        return params.tolist(), opt.global_step
-
-    assert threads(3, uneven) == [([-4.0] * 2, 4)] * 3
 
 
 def test_the_first_error_is_raised_and_the_other_ranks_get_one():
