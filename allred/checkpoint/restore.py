@@ -15,7 +15,7 @@ import numpy as np
 from allred.arrays import Array
 from allred.checkpoint.directory import damage, list_committed
 from allred.checkpoint.entry import check_cover
-from allred.checkpoint.files import Manifest, check_bytes, read_manifest, read_shard
+from allred.checkpoint.files import MANIFEST, Manifest, check_bytes, read_manifest, read_shard
 from allred.errors import CheckpointError
 
 
@@ -50,8 +50,12 @@ def read_newest(root: str | os.PathLike[str]) -> tuple[tuple[pathlib.Path, Saved
     """Read the newest undamaged checkpoint in `root`.
 
     Returns (path, content), or None if there is none; and the damage of each later checkpoint, one line each.
-    Raises CheckpointError: `root` cannot be listed; or see `read_checkpoint`.
+    Raises CheckpointError: `root` cannot be listed, or is a checkpoint itself; or see `read_checkpoint`.
     """
+    if (pathlib.Path(root) / MANIFEST).exists():
+        raise CheckpointError(
+            f"{root} is a checkpoint, not a directory of checkpoints; pass {pathlib.Path(root).parent}"
+        )
     damaged: list[str] = []
     for path in reversed(list_committed(pathlib.Path(root)).values()):
         problem = damage(path) or str(next(_problems(path), ""))

@@ -5,6 +5,8 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from allred import arrays, checkpoint, log, nest
 from allred.checkpoint import SavedTensors
 from allred.errors import AllredError, CheckpointError, InputError
@@ -82,6 +84,8 @@ def _check_parameters(named: list[nest.Leaf], values: dict[str, Any], path: path
                 f"{path} is of another model: parameter '{name}' of this model has shape {leaf.shape}, but {got}; "
                 "pass the directory of this model's checkpoints"
             )
+        if isinstance(leaf, np.ndarray) and not leaf.flags.writeable:
+            raise InputError(f"restore: parameter '{name}' is a read-only array; pass a copy")
         dtype = gpu.shape_and_dtype(leaf)[1] if gpu.is_device(leaf) else leaf.dtype
         if not arrays.can_hold(dtype, values[name]):
             raise CheckpointError(

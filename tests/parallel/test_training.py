@@ -314,6 +314,18 @@ def test_a_checkpoint_of_another_model_is_an_error_on_all_ranks(rank, size, tmp_
     assert opt.restore(tmp_path, params) == 0
 
 
+def test_a_restore_into_a_read_only_array_is_an_error_on_all_ranks(rank, tmp_path):
+    opt, params = allred.distributed(optim.SGD(lr=1.0)), [np.ones(3)]
+    opt.step(params, [np.ones(3)])
+    opt.save(tmp_path, params)
+    target = np.ones(3)
+    target.flags.writeable = rank != 0
+    with pytest.raises(InputError, match="'0' is a read-only array"):
+        opt.restore(tmp_path, [target])
+    assert target.tolist() == [1, 1, 1]
+    assert opt.restore(tmp_path, params) == 1
+
+
 class Picky:
     """An optimizer of a program, which refuses some states."""
 

@@ -196,6 +196,15 @@ def test_only_later_checkpoints_of_other_trainings_are_renamed(tmp_path):
     assert [checkpoint.has(tmp_path, step, "mine") for step in range(5)] == [False, False, True, True, False]
 
 
+def test_a_checkpoint_itself_is_not_a_directory_of_checkpoints(tmp_path):
+    params, opt = trained(sgd(), 1)
+    path = opt.save(tmp_path, params)
+    with pytest.raises(
+        CheckpointError, match=f"{path} is a checkpoint, not a directory of checkpoints; pass {tmp_path}"
+    ):
+        opt.restore(path, params)
+
+
 def test_a_writer_that_fails_leaves_the_later_checkpoints(tmp_path, monkeypatch):
     """Until its own is in place: otherwise the directory would have none."""
     save(tmp_path, 4, [whole("w", np.ones(2))], meta={"training": "other"})
