@@ -278,13 +278,19 @@ def _copies(rank: Rank) -> dict[str, torch.Tensor]:
     return {name: _numbers(value).clone() for name, value in values.items()}
 
 
+def _largest(tensors: list[Any]) -> float:
+    """Return the largest finite magnitude, at least 1."""
+    return max([1.0, *(float(wide(each).abs().nan_to_num(0, 0, 0).max()) for each in tensors if each.numel())])
+
+
 def _difference(oracle: Oracle, rank: Rank) -> str:
     plan = oracle.plan
     if plan.optimizer == "LBFGS" and any(each.detach().abs().gt(1e3).any() for each in oracle.params):
         raise Unsupported("LBFGS diverges, which amplifies rounding")
     rough = "compression" in plan.options
     tolerance = 8e-2 if rough else {"bfloat16": 0.2, "float32": 5e-5, "float64": 1e-9}[plan.dtype]
-    tolerance = 1e-6 if plan.optimizer == "LBFGS" else tolerance  # its divisions amplify the error of rounding
+    tolerance = 1e-6 if plan.optimizer == "LBFGS" else tolerance  # it divides by small differences
+    largest = _largest(oracle.params) if plan.dtype == "bfloat16" or plan.optimizer == "LBFGS" else 1.0
     pairs: dict[str, tuple[Any, Any]] = {
         f"parameter {index}": pair for index, pair in enumerate(zip(rank.params, oracle.params, strict=True))
     }
@@ -302,8 +308,8 @@ def _difference(oracle: Oracle, rank: Rank) -> str:
         pairs["scale"] = scaler.get_scale(), oracle.scale
     for name, (got, want) in pairs.items():
         got, want = _numbers(torch.as_tensor(got)), _numbers(torch.as_tensor(want))
-        # In bfloat16, numbers may cancel each other, and later steps amplify the error: compared with the largest.
-        size = max([1.0, *want.nan_to_num(0, 0, 0).abs().flatten().tolist()]) if plan.dtype == "bfloat16" else 1.0
+        # In bfloat16, numbers may cancel each other, and later steps amplify the error of the largest.
+        size = max(largest, _largest([want])) if plan.dtype == "bfloat16" else largest
         if not torch.allclose(got, want, tolerance, tolerance * size, equal_nan=True):
             return f"{name} is {got.tolist()}, expected {want.tolist()}"
     for index, parameter in enumerate(rank.params):

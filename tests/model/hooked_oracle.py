@@ -65,7 +65,7 @@ class Oracle:
         self.torch_scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if plan.scaler == "torch" else None
         self.own_scale = 8.0 if plan.scaler == "allred" else 1.0
         self.steps = self.skipped = 0
-        self.ended = False
+        self.ended = self.diverges = False
         self.is_skipped = self.gradients_are_undefined = False
         self.once = plan.options.get("op") is allred.Sum or plan.scaler == "allred"  # gradients are reduced once
         self.ranks = [RankState(len(self.params)) for _ in plan.members]
@@ -78,6 +78,8 @@ class Oracle:
     def act(self, action: Action) -> None:
         if self.ended:
             raise Unsupported("after an error whose effect on a rank is not known")
+        if self.diverges:
+            raise Unsupported("LBFGS diverges, which amplifies the errors of rounding")
         try:
             getattr(self, action.kind)(action)
         except Refused:  # the program calls zero_grad() then
@@ -102,6 +104,7 @@ class Oracle:
         if action.closure and self.plan.optimizer == "LBFGS":
             self.opt.step(lambda: self.closure(action.passes[0]))
             self.steps += 1
+            self.diverges = any(each.numel() and each.detach().abs().max() > 100 for each in self.params)
             return
         runs = [self.run(action, self.ranks[member], [row[member] for row in action.passes]) for member in members]
         while True:
@@ -109,6 +112,8 @@ class Oracle:
             if all(request == "end" for request in requests):
                 break
             if any(request == "end" for request in requests):
+                if not any(each.requires_grad and each.numel() for each in self.params):
+                    raise Unsupported("ranks out of phase whose parameters have no elements: nothing differs")
                 self.ended = any(one.loss.fault for row in action.passes for one in row)
                 raise OutOfPhase(next(m for m, request in zip(members, requests, strict=True) if request != "end"))
             self.reduce(ranks, requests)
