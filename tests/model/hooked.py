@@ -285,8 +285,6 @@ def _largest(tensors: list[Any]) -> float:
 
 def _difference(oracle: Oracle, rank: Rank) -> str:
     plan = oracle.plan
-    if plan.optimizer == "LBFGS" and any(each.detach().abs().gt(1e3).any() for each in oracle.params):
-        raise Unsupported("LBFGS diverges, which amplifies rounding")
     rough = "compression" in plan.options
     tolerance = 8e-2 if rough else {"bfloat16": 0.2, "float32": 5e-5, "float64": 1e-9}[plan.dtype]
     tolerance = 1e-6 if plan.optimizer == "LBFGS" else tolerance  # it divides by small differences
