@@ -106,8 +106,10 @@ class HorovodOracle(Oracle):
         kept = [self.once and any(each) for each in zip(*marks, strict=True)]
         super().reduce(ranks, samples)
         for index, grads in enumerate(zip(*given, strict=True)):
+            if kept[index]:
+                continue
             found = ranks[0].grads[index]
-            if self.how in EXTREME and found is not None and not kept[index]:
+            if self.how in EXTREME and found is not None:
                 stacked = torch.stack([torch.zeros_like(found) if grad is None else grad for grad in grads])
                 found = {"Min": stacked.amin, "Max": stacked.amax, "Product": stacked.prod}[self.how](0)
             elif found is not None and self.how != "Sum":  # some ranks may have joined
