@@ -240,10 +240,10 @@ class DistributedOptimizer:
     def share(self, params: Any) -> Any:
         """Return a nest like `params` with one copy of the arrays per node, for sharded=True. Collective.
 
-        Train with the result and drop `params`. The values are those of the first rank of the node. What one rank
-        writes to these arrays, such as `w *= 0.99`, all ranks of the node have. Arrays that overlap another array of
-        `params` (tied weights) are returned unchanged: each rank keeps its own. The new arrays cannot be the target of
-        an allreduce; `broadcast` and `restore` work as usual. Returns `params` itself if the update is not sharded: one
+        Train with the result and drop `params`. The new arrays contain the values of the first rank of the node. If one
+        rank writes to them, for example `w *= 0.99`, all ranks of the node see the change. Arrays that overlap another
+        array of `params` (tied weights) are returned unchanged: each rank keeps its own. An allreduce cannot write to
+        the new arrays; `broadcast` and `restore` can. Returns `params` itself if the update is not sharded: one
         rank, another optimizer, no shared memory. Raises InputError without sharded=True, and in mode ps.
 
         Example: `params = opt.share(params)`, then `opt.broadcast(params)` and `opt.step(params, grads)`.

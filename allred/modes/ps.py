@@ -321,7 +321,7 @@ class PsMode(Mode):
             self._send_state()
 
     def _send_state(self) -> None:
-        """Worker 0: set the optimizer's state at the servers to that of the local optimizer."""
+        """Worker 0: send the state of its optimizer to the servers, which load it."""
         self._servers.call_each([protocol.LoadState(*state) for state in self._states()])
         self._has_sent_state = True
 

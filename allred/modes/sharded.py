@@ -250,9 +250,9 @@ def _bound(element: int, count: int) -> int:
 def share(params: Any, title: str) -> Any:
     """Copy `params` to memory that all ranks of a node map, and return the nest of the new arrays. Collective.
 
-    The values are those of the first rank of each node. Arrays that overlap another array of `params` (tied weights),
-    and leaves that are not plain numpy arrays, are returned unchanged: each rank keeps its own. Returns `params` itself
-    if the ranks of a node cannot share memory.
+    The new arrays contain the values of the first rank of each node. Arrays that overlap another array of `params`
+    (tied weights), and leaves that are not plain numpy arrays, are returned unchanged: each rank keeps its own. Returns
+    `params` itself if the ranks of a node cannot share memory.
     """
     named = nest.leaves(params)
     eligible = [leaf for _, leaf in named if type(leaf) is np.ndarray]

@@ -19,9 +19,9 @@ def join(device: int = -1) -> int:
     that joined last, the same on all ranks.
 
     Averages are divided by the number of all ranks, as in Horovod. Meanwhile allgather, broadcast, alltoall and
-    reducescatter of the other ranks raise HorovodInternalError. Afterwards parameters and state of each
-    DistributedOptimizer are those of the rank that joined last, unless a rank has joined before its first step, which a
-    warning names; in Horovod the program has to broadcast them.
+    reducescatter of the other ranks raise HorovodInternalError. Afterwards each DistributedOptimizer has the
+    parameters and the state of the rank that joined last; in Horovod the program has to broadcast them. If a rank joins
+    before its first step, nothing is copied, and a warning names the rank.
 
     device: ignored.
 
