@@ -1,6 +1,8 @@
 """Fixtures of the tests with the stand-in for a GPU (standin_gpu.py): communicators, and the world on them."""
 
 import dataclasses
+import gc
+import time
 
 import cuda_stand_in
 import pytest
@@ -19,6 +21,17 @@ def connect(transport, native_halves=False):
     device = standin_gpu.Device()
     add_device(communicator, device, staged=transport == "staged", native_halves=native_halves)
     return communicator
+
+
+def are_freed(references):
+    """Whether the objects of weak references are freed, within 10 s: a thread that releases memory at the same time, or
+    collects garbage, may hold them for a moment."""
+    for _ in range(1000):
+        gc.collect()
+        if all(one() is None for one in references):
+            return True
+        time.sleep(0.01)
+    return False
 
 
 @pytest.fixture(scope="module", params=["nccl", "staged"])

@@ -1,7 +1,6 @@
 # ruff: noqa: F811  (fixtures are imported)
 """Groups of arrays on the stand-in GPU: buckets, groups that come again, weights, compression."""
 
-import gc
 import weakref
 
 import cuda_stand_in
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import standin_gpu
 import test_collectives as contract
-from gpu_fixtures import comm, connected  # noqa: F401
+from gpu_fixtures import are_freed, comm, connected  # noqa: F401
 from standin_gpu import host, on_gpu
 
 import allred
@@ -142,8 +141,7 @@ def test_the_cache_keeps_no_arrays_alive(comm):
     del group
     cuda_stand_in.gpu.stuck = False
     comm.allreduce(on_gpu(np.ones(3, np.float32)), allred.Sum).wait()  # releases what has ended before
-    gc.collect()
-    assert all(one() is None for one in left)
+    assert are_freed(left)
 
 
 def test_cached_groups_that_differ_between_ranks_are_a_mismatch(comm):

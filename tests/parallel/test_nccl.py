@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import standin_gpu
 import test_collectives as contract
-from gpu_fixtures import comm, connect, connected, everyone  # noqa: F401
+from gpu_fixtures import are_freed, comm, connect, connected, everyone  # noqa: F401
 from mpi4py import MPI
 from standin_gpu import DeviceArray, host, on_gpu
 
@@ -240,8 +240,7 @@ def test_an_operation_that_fails_keeps_its_memory_until_the_gpu_has_finished(mon
     assert cuda_stand_in.problems == []
     cuda_stand_in.gpu.stuck = False
     comm.devices.device.release()
-    gc.collect()
-    assert one() is None
+    assert are_freed([one])
     assert cuda_stand_in.problems == []
     MPI.COMM_WORLD.Barrier()
     comm.close()
