@@ -87,6 +87,10 @@ def _check_parameters(named: list[nest.Leaf], values: dict[str, Any], path: path
         if isinstance(leaf, np.ndarray) and not leaf.flags.writeable:
             raise InputError(f"restore: parameter '{name}' is a read-only array; pass a copy")
         dtype = gpu.shape_and_dtype(leaf)[1] if gpu.is_device(leaf) else leaf.dtype
+        try:
+            arrays.dtype_code(dtype)
+        except InputError as error:
+            raise InputError(f"restore: parameter '{name}': {error}") from None
         if not arrays.can_hold(dtype, values[name]):
             raise CheckpointError(
                 f"{path}: parameter '{name}' is {dtype} in this model, which cannot hold the {values[name].dtype} "

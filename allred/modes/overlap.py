@@ -247,6 +247,8 @@ class Overlap:
         pairs = [(host[i][0], host[j][0]) for i, j in arguments.memory_conflicts([value for _, value in host])]
         pairs += [(there[i][0], there[j][0]) for i, j in arrays.overlapping_ranges([(at, at + 1) for at in starts])]
         for first, second in pairs:
+            if first == second and first in self._given:
+                return f"'{first}' has several elements in the same memory, which reduce() cannot change; pass a copy"
             if first in self._given or second in self._given:
                 return f"'{first}' and '{second}' share memory, which reduce() changes for both; pass a copy of one"
         return ""

@@ -22,6 +22,7 @@ from allred.modes.clipping import Clipper
 from allred.modes.detect.batch_arguments import compare_at_server
 from allred.modes.detect.drift import warn_of_stale_start
 from allred.modes.detect.mistake_checks import used
+from allred.modes.detect.parameter_changes import ParameterChanges, remedy
 from allred.modes.match import parameter
 from allred.modes.options import Mode, StepInput, StepOptions
 from allred.modes.ps_payload import HostStaging, PushedGradients, PushedLearningRate
@@ -66,6 +67,7 @@ class PsMode(Mode):
         self._steps_before: int | None = None  # step of the restored checkpoint; None: ask the servers
         self._steps, self._start = 0, 0.0
         self._pulled_at = 0.0
+        self._changes = ParameterChanges()
         self._ended_at = 0.0  # when the step before ended
         self._staging = HostStaging()
 
@@ -81,6 +83,8 @@ class PsMode(Mode):
         self._agree_on_start(params)
         if self._context.worker != 0:  # worker 0 sent the parameters
             self._pull(leaves)
+        else:
+            self._record_pull(self._staging.host_targets(leaves))
         functions.barrier()  # no worker makes a step before all have pulled
         self._pulled_at = time.perf_counter()
 
@@ -181,6 +185,11 @@ class PsMode(Mode):
             values = self._staging.download(values)
         client = self._client
         assert client is not None
+        if changed := self._changes.find(self._gradients.plan, leaves):
+            client.check_usable()
+            raise InputError(
+                f"{self._title}: the program has changed {changed} since the last pull. {remedy(self._options.name)}"
+            )
         sources, targets, absent = values, leaves, _NONE
         if samples == 0:  # the gradients are of no sample
             values = [None] * len(values)
@@ -201,6 +210,7 @@ class PsMode(Mode):
             ps_payload.put_back(leaves, targets)
             self._staging.upload(params_given, leaves)
         self._steps += 1
+        self._record_pull(leaves)
         dropped = bool(outcome.flags & protocol.DROPPED)
         counters.count_gradient(outcome.staleness, dropped)
         if dropped:
@@ -278,7 +288,12 @@ class PsMode(Mode):
         self._servers.pull(targets)
         ps_payload.put_back(host_leaves, targets)
         self._staging.upload(leaves, host_leaves)
+        self._record_pull(host_leaves)
         self._pulled_at = time.perf_counter()
+
+    def _record_pull(self, leaves: list[Any]) -> None:
+        if self._context.config.check_steps:
+            self._changes.record(self._steps, self._gradients.plan, leaves)
 
     def finish(self) -> None:
         if self._client is not None and not self._finished:

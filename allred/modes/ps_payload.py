@@ -24,14 +24,15 @@ from allred.validators import non_negative
 
 
 class PushedGradients:
-    """Converts the gradients of one optimizer to the form that is sent. Argument: its parameters. tensors: the form."""
+    """Converts the gradients of one optimizer to the form that is sent. Argument: its parameters. tensors, plan: the
+    form."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._shapes = [tensor.shape for tensor in tensors]
         self._dtypes = [compute_dtype(np.empty(0, tensor.dtype)) for tensor in tensors]
         self.tensors = tuple(Tensor(t.name, t.shape, dtype) for t, dtype in zip(tensors, self._dtypes, strict=True))
-        self._plan = Plan(self.tensors, 2**20)
-        self.any_not_finite = finite.nonfinite_scanner(self._plan)
+        self.plan = Plan(self.tensors, 2**20)
+        self.any_not_finite = finite.nonfinite_scanner(self.plan)
         self.same_dtypes = [tensor.dtype for tensor in tensors] == self._dtypes
         self._zeros: dict[int, Array] = {}
 
@@ -50,7 +51,7 @@ class PushedGradients:
         return np.ascontiguousarray(value, dtype).reshape(shape)
 
     def describe(self, sources: Sequence[Array]) -> dict[str, str]:
-        return finite.describe(self._plan, sources)
+        return finite.describe(self.plan, sources)
 
 
 def targets(leaves: Sequence[Any]) -> list[Any]:

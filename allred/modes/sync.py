@@ -219,7 +219,7 @@ class SyncMode(Mode):
 
     def broadcast(self, params: Any, tensors: list[Tensor], root: int, problem: str) -> None:
         communicator, name = functions.current(), self._options.name
-        settings = f"optimizer has a state: {has_state(self._optimizer)}"
+        settings = f"optimizer has a state: {has_state(self._optimizer)}, scaler: {self._clipper.scaler is not None}"
         self._reducer.plan(tensors)  # its sizes are known before the first gradient is allocated
         lines = [str(tensor) for tensor in tensors]
         communicator.check("parameters", f"{name}.broadcast()", lines, settings, problem=problem).wait()

@@ -124,18 +124,19 @@ class Client:
         self._in_flight: list[Any] = []
         _clients.add(self)
 
-    def _refusal(self) -> AllredError:
-        if self._thread not in (None, threading.get_ident()):
-            return AllredError(
+    def check_usable(self) -> None:
+        """Raise AllredError if no request can be made now."""
+        if self._unusable and self._thread not in (None, threading.get_ident()):
+            raise AllredError(
                 "two threads of this worker call the parameter servers at once; call them from one thread, or under a "
                 "lock"
             )
-        return world.error() or AllredError(self._unusable)
+        if self._unusable:
+            raise world.error() or AllredError(self._unusable)
 
     def _begin(self) -> None:
         """Begin a request; only one is allowed at a time."""
-        if self._unusable:
-            raise self._refusal()
+        self.check_usable()
         self._unusable, self._thread = _INTERRUPTED, threading.get_ident()
 
     @staticmethod

@@ -16,6 +16,7 @@ import torch
 
 from allred.arrays import Array
 from allred.errors import InputError
+from allred.modes.detect.parameter_changes import remedy
 from allred.optim.base import Optimizer
 from allred.optim.step_input import Slots
 from allred.ps import context
@@ -128,10 +129,7 @@ class OptimizerAdapter(Optimizer):
         """Mode ps: raise InputError if the program has changed a parameter since `record_pull`."""
         if (name := self._pulled.changed(self.named_parameters(), self.views())) is not None:
             raise InputError(
-                f"{title}: the program has changed the parameter '{name}' since the last pull. In mode ps the servers "
-                "own the parameters, and the next pull would overwrite the change. To keep it, change the parameter "
-                "before broadcast(), or in the step() method of the optimizer's class, which the servers run, or use "
-                "mode sync. To discard it, call optimizer.allred.pull()"
+                f"{title}: the program has changed parameter '{name}' since the last pull. {remedy('optimizer.allred')}"
             )
 
     def _view(self, name: str, parameter: torch.Tensor) -> Any:

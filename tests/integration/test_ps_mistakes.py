@@ -66,8 +66,10 @@ GRADIENTS = ("gradient function", "mode ps", "step(params, grads)")
 TWO_THREADS = """
 opt.broadcast(params)
 found, stop = [], threading.Event()
-def step():
-    own, grads = ({k: np.ones(v.shape) for k, v in params.items()} for _ in range(2))
+sets = [{k: np.ones(v.shape) for k, v in params.items()} for _ in range(2)]
+for own in sets: opt.pull(own)
+def step(own):
+    grads = {k: np.ones(v.shape) for k, v in params.items()}
     while not stop.is_set():
         try:
             opt.step(own, grads)
@@ -76,7 +78,7 @@ def step():
             stop.set()
 interval = sys.getswitchinterval()
 sys.setswitchinterval(1e-6)
-threads = [threading.Thread(target=step) for _ in range(2)]
+threads = [threading.Thread(target=step, args=[own]) for own in sets]
 [t.start() for t in threads]
 stop.wait(20)
 [t.join() for t in threads]
@@ -96,6 +98,13 @@ def mistakes():
     for tied in (TIED, PARTS):
         for call in ("opt.broadcast, tied", "opt.step, tied, {key: ones['w'] for key in tied}"):
             made[tied + call] = f"{SGD}{tied}say(refuses({call})){GOES_ON}", SHARED_MEMORY
+    for undo in ("opt.pull(params)", "opt.broadcast(params); params['w'] -= 1; opt.broadcast(params)"):
+        made[f"a change, {undo}"] = (
+            f"{SGD}opt.broadcast(params)\nopt.step(params, {{key: 0 * ones[key] for key in ones}})\n"
+            "params['w'] += 1\nsay(refuses(opt.step, params, ones))\n"
+            f"assert params['w'].tolist() == [2.0] * 4\n{undo}{GOES_ON}",
+            ["opt.step(): the program has changed parameter 'b' or one of 1 more since the last pull"],
+        )
     for lr, words in LEARNING_RATES.items():
         body = (
             f"{SGD}opt.broadcast(params)\nopt.optimizer.lr = {lr}\nsay(refuses(opt.step, params, ones))\n"

@@ -182,6 +182,8 @@ def _action(rng: random.Random, plan: Scenario, kind: str) -> Action:
         faults = [fault for fault in FAULTS if not (plan.function and fault in _NOT_OF_FUNCTIONS)]
         if plan.early and ranks == 1:  # the agreed order has dtypes too
             faults = [fault for fault in faults if fault not in ("dtype", "integer")]
+        if ranks == 1 and filled and plan.tree.leaves[place].dtype == "f8":  # no error, but clipped in float32
+            faults = [fault for fault in faults if fault != "dtype"]
         missing_here = grads[micro][rank].missing - ({place} if rng.random() < 0.8 else set())
         grads[micro][rank] = dataclasses.replace(
             grads[micro][rank], fault=rng.choice(faults), place=place, missing=missing_here

@@ -18,7 +18,7 @@ import optimizers
 
 import allred
 from allred import nest
-from allred.errors import AllredError
+from allred.errors import AllredError, InputError
 
 CREATES_WORLDS = True  # rank_program.py does not call init()
 PLACEMENTS = ["bytes", "round_robin", "greedy"]
@@ -26,7 +26,8 @@ PLACEMENTS = ["bytes", "round_robin", "greedy"]
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Action(array_nests.Plan):
-    """kind: "step" (by micro-step and worker: gradients), "save", "restore", "broadcast", "state" or "lr"."""
+    """kind: "step" (gradients: by micro-step and worker), "save", "restore", "broadcast", "state", "lr", or "change": a
+    change of a parameter by the program, after which a step is refused."""
 
     kind: str
     gradients: tuple[tuple[optimizers.Gradients, ...], ...] = ()
@@ -64,7 +65,7 @@ def scenario(rng: random.Random, size: int) -> Scenario | None:
         options["use_locking"] = False
     optimizer = "SGD" if any_order else rng.choice(["SGD", "momentum", "Adam", "Adagrad"])
     plan = Scenario(servers, workers, tree, rng.randrange(2**16), optimizer, policy, options, ())
-    kinds = ["step"] * 8 + ["save", "restore", "broadcast", "state"]
+    kinds = ["step"] * 8 + ["save", "restore", "broadcast", "state", "change"]
     kinds += [] if any_order else ["lr"]  # it goes to the servers with the next step of worker 0
     actions = tuple(_action(rng, plan, rng.choice(kinds)) for _ in range(rng.randint(1, 6)))
     return dataclasses.replace(plan, actions=actions)
@@ -189,6 +190,9 @@ def _work(plan: Scenario, directory: pathlib.Path) -> Iterator[tuple[str, Any]]:
             allred.barrier()
             if allred.rank() == 0:
                 opt.load_state_dict(opt.state_dict())
+        elif action.kind == "change":
+            allred.barrier()
+            problem = _change(plan, opt, params, action)
         else:
             oracle.optimizer.lr = opt.optimizer.lr = 0.5 / (1 + action.number % 4)
         allred.barrier()
@@ -208,6 +212,22 @@ def _step(plan: Scenario, opt: Any, params: list[Any], action: Action, refused: 
     except AllredError as error:
         return "" if raises else f"{type(error).__name__}: {error}"
     return "expected NonFiniteError, got no error" if raises else ""
+
+
+def _change(plan: Scenario, opt: Any, params: list[Any], action: Action) -> str:
+    """Change one element on each worker. Return the problem if the next step is not refused."""
+    param = params[action.number % len(params)]
+    if not param.size or sum(each.size for each in params) > 1024:  # what a step compares
+        return ""
+    at = np.unravel_index(action.number % param.size, param.shape)
+    before = param[at].copy()
+    param[at] = before * 2 + 1
+    try:
+        for _ in range(plan.options.get("accumulate", 1)):
+            opt.step(plan.tree.fill(params), plan.tree.fill([np.ones(param.shape) for param in params]))
+    except InputError as error:
+        return "" if "has changed parameter" in str(error) else f"InputError: {error}"
+    return f"no error after a change from {before} to {param[at]}"
 
 
 def _difference(opt: Any, params: list[Any], oracle: Oracle) -> tuple[str, str]:

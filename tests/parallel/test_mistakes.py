@@ -8,7 +8,7 @@ import pytest
 
 import allred
 from allred import optim, world
-from allred.errors import DriftError, InputError
+from allred.errors import DriftError, InputError, MismatchError
 
 pytestmark = [pytest.mark.mpi]
 
@@ -69,6 +69,25 @@ def test_parameters_that_differ_at_the_start(rank, size):
     assert params[0].tolist() == np.ones((2, 3)).tolist()
     opt.broadcast(params)
     assert run(opt, params, 3, rank) == 3
+
+
+def test_parameters_that_share_memory_on_one_rank_are_found_at_the_first_step(rank, size):
+    memory = np.ones(8)
+    apart = {"a": np.ones(5), "b": np.ones(4)}
+    params = {"a": memory[:5], "b": memory[4:]} if rank == size - 1 else apart
+    opt = allred.distributed(optim.SGD(lr=0.1))
+    words = rf"before step 1: parameters 'a' and 'b' share memory on rank {size - 1} only\. Let the same"
+    with pytest.raises(DriftError, match=words) as error:
+        opt.step(params, {name: np.ones(param.shape) for name, param in params.items()})
+    same_everywhere(error)
+    opt.step(apart, {name: np.ones(param.shape) for name, param in apart.items()})
+
+
+def test_a_scaler_on_one_rank_only_is_an_error_of_broadcast(rank, size):
+    opt = allred.distributed(optim.SGD(lr=0.1), scaler=allred.GradScaler() if rank == size - 1 else None)
+    with pytest.raises(MismatchError, match=f"scaler: True on rank {size - 1}") as error:
+        opt.broadcast([np.ones(3)])
+    same_everywhere(error)
 
 
 @pytest.mark.parametrize("maker", [optim.SGD, optim.Adam, Descent])

@@ -166,6 +166,11 @@ def test_what_went_out_early_is_counted_too(rank):
     assert counts == [(step + 1) * counts[0] for step in range(FIRST + 2)]
 
 
+def sliding(array):
+    """Return a writable array of this shape whose rows share memory."""
+    return np.lib.stride_tricks.as_strided(array, array.shape, (4, *array.strides[1:]))
+
+
 MISTAKES = {
     "unknown": (
         lambda opt, grads: opt.reduce("z", grads["a"]),
@@ -181,6 +186,10 @@ MISTAKES = {
     "same memory": (
         lambda opt, grads: [grads.update(b=grads["a"][0, :7]), opt.reduce("a", grads["a"])],
         "'a' and 'b' share memory, which reduce",
+    ),
+    "own memory": (
+        lambda opt, grads: [grads.update(a=sliding(grads["a"])), opt.reduce("a", grads["a"])],
+        "'a' has several elements in the same memory",
     ),
     "no array": (lambda opt, grads: opt.reduce("a", ["x"]), r"reduce\(\): 'a'"),
 }

@@ -12,7 +12,7 @@ from checkpoints import save
 import allred
 from allred import checkpoint, optim
 from allred.checkpoint import whole, writing
-from allred.errors import CheckpointError
+from allred.errors import CheckpointError, InputError
 
 
 @pytest.fixture(autouse=True)
@@ -317,3 +317,14 @@ def test_parameters_hold_the_values_or_it_is_an_error(container, saved, dtype, f
     with pytest.raises(CheckpointError, match=words):
         opt.restore(tmp_path, container(own))
     assert (own == 1).all()
+
+
+def test_a_byte_swapped_parameter_is_refused_before_anything_is_restored(tmp_path):
+    saved, other = allred.distributed(optim.SGD(lr=1.0)), allred.distributed(optim.SGD(lr=1.0))
+    saved.step({"w": np.zeros(3)}, {"w": np.ones(3)})
+    saved.save(tmp_path, {"w": np.zeros(3)})
+    own = {"w": np.ones(3, ">f8")}
+    with pytest.raises(InputError, match="restore: parameter 'w': dtype >f8 is byte-swapped"):
+        other.restore(tmp_path, own)
+    assert own["w"].tolist() == [1, 1, 1]
+    assert other.global_step == 0

@@ -13,6 +13,7 @@ import numpy as np
 
 from allred import arrays, log, native, nest
 from allred.arrays import Array
+from allred.comm.arguments import memory_conflicts
 from allred.comm.header import by_rank, hash_text, mix
 from allred.gpu.device_arrays import is_device, to_host
 from allred.optim.base import Optimizer
@@ -28,7 +29,8 @@ _COMPARABLE = (*_NUMBERS, np.ndarray)
 
 
 class Part(NamedTuple):
-    """A value that must be equal on all ranks. kind: "setting", "state" or "parameter"."""
+    """A value that must be equal on all ranks. kind: "setting", "state", "parameter", or "memory" (two parameters share
+    memory)."""
 
     kind: str
     name: str
@@ -36,7 +38,12 @@ class Part(NamedTuple):
 
 
 Table = dict[tuple[str, str], str]  # by kind and name: the text that is compared
-_TITLES = {"setting": "the optimizer's {}", "state": "the optimizer's state '{}'", "parameter": "parameter '{}'"}
+_TITLES = {
+    "setting": "the optimizer's {}",
+    "state": "the optimizer's state '{}'",
+    "parameter": "parameter '{}'",
+    "memory": "parameters {}",
+}
 
 
 def parts_of(params: Any, trained: set[str], optimizer: Any) -> list[Part]:
@@ -49,7 +56,11 @@ def parts_of(params: Any, trained: set[str], optimizer: Any) -> list[Part]:
         if isinstance(leaf, _COMPARABLE) or is_device(leaf)
     ]
     parts += [Part("state", name, array) for name, array in kept if not array.dtype.hasobject]
-    return parts + [Part("parameter", name, to_host(leaf)) for name, leaf in nest.leaves(params) if name in trained]
+    named = [(name, leaf) for name, leaf in nest.leaves(params) if name in trained]
+    host = [(name, leaf) for name, leaf in named if type(leaf) is np.ndarray]
+    for first, second in memory_conflicts([leaf for _, leaf in host]):
+        parts.append(Part("memory", f"'{host[first][0]}' and '{host[second][0]}'", np.asarray(True)))
+    return parts + [Part("parameter", name, to_host(leaf)) for name, leaf in named]
 
 
 def _settings(optimizer: Any) -> dict[str, Any]:
@@ -73,7 +84,7 @@ def table(parts: Sequence[Part]) -> Table:
     found = {}
     for part in parts:
         value = _comparable(part.value)
-        number = part.kind == "setting" or (part.kind == "state" and not value.ndim)
+        number = part.kind in ("setting", "memory") or (part.kind == "state" and not value.ndim)
         (hashed,) = native.hashes([arrays.as_bytes(value)])
         found[part.kind, part.name] = (
             str(value) if number else f"{arrays.describe(value.shape, value.dtype)} {hashed:x}"
@@ -159,6 +170,9 @@ def verdict(
 def _difference(key: tuple[str, str], texts: list[str], ranks: Sequence[int]) -> str:
     """Describe a difference: a number with its values, or an array with the ranks that differ from the majority."""
     name = _TITLES[key[0]].format(key[1])
+    if key[0] == "memory":
+        sharing = [rank for rank, text in zip(ranks, texts, strict=True) if text != "missing"]
+        return f"{name} share memory on {named('rank', sharing)} only"
     if not any(" " in text for text in texts):
         return f"{name} is {by_rank(texts, ranks).replace(';', ',')}"
     usual = Counter(texts).most_common(1)[0][0]  # in a tie, the value of the first rank
@@ -173,6 +187,8 @@ def _remedy(keys: list[tuple[str, str]], equal_at: int, outside: list[int], rank
         return f"The optimizer has made updates outside of this wrapper ({each}); let all go through the wrapper's step"
     if any(kind == "setting" for kind, _ in keys):
         return "Give every rank the same optimizer settings; they are not broadcast"
+    if any(kind == "memory" for kind, _ in keys):
+        return "Let the same parameters share memory on all ranks"
     if missed:
         return (
             "Ranks that had joined have missed steps: after the Join block call broadcast(params, root=joined.last), "

@@ -42,7 +42,7 @@ class DriftWindow:
     def _hash(self, step: int, leaves: list[Any], values: Sequence[Any]) -> int:
         """As `native.hash_window`, for parameters of any layout, some of them without a gradient."""
         parts, missing, left = [], [], _ELEMENTS
-        at = step % max(1, -(-int(self._starts[-1]) // _ELEMENTS)) * _ELEMENTS
+        at = self._start(step)
         first = int(np.searchsorted(self._starts, at, "right")) - 1
         start = at - self._starts[first]
         for index in range(first, len(leaves)):
@@ -60,6 +60,19 @@ class DriftWindow:
         for found in native.hashes(parts):
             total = mix(total, found)
         return total & ~_MISSING_BITS | (hash_text(str(missing)) & _MISSING_BITS if missing else 0)
+
+    def _start(self, step: int) -> int:
+        return step % max(1, -(-int(self._starts[-1]) // _ELEMENTS)) * _ELEMENTS
+
+    def describe(self, step: int) -> str:
+        """Name the parameters of the window of a step. Call `hash` before."""
+        assert self._plan is not None
+        start = self._start(step)
+        stop = min(start + _ELEMENTS, int(self._starts[-1]))
+        first, last = (int(np.searchsorted(self._starts, at, "right")) - 1 for at in (start, stop - 1))
+        names = [tensor.name for tensor in self._plan.tensors[first : last + 1] if tensor.elements]
+        more = f" or one of {len(names) - 1} more" if len(names) > 1 else ""
+        return f"parameter '{names[0]}'{more}"
 
 
 def windows_differ(hashes: Sequence[int]) -> bool:
