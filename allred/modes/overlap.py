@@ -49,6 +49,7 @@ class Overlap:
         # The order that the ranks have agreed on.
         self._tensors: list[Tensor] = []  # in the order of the nest
         self._positions: dict[str, int] = {}  # by name, in `_tensors`
+        self._params: Sequence[Any] = ()  # of the last step, by position
         self._on_gpu: list[bool] = []  # by position
         self._like: Any = None  # an empty array on the GPU of this rank; None: on the host
         self._ordered: Plan | None = None  # the tensors in the agreed order
@@ -105,7 +106,7 @@ class Overlap:
         first, title = functions.current().active.ranks[0], f"{self._title}: the order of early gradients"
         order, self._on_gpu = functions.broadcast_object((order, on_gpu), first, title)
         self._like = gpu.zeros(like, (0,), np.dtype(np.float32))
-        self._tensors, self._positions = list(tensors), positions
+        self._tensors, self._positions, self._params = list(tensors), positions, params
         limit = self._reducer.bucket_bytes
         self._ordered = Plan(tuple(tensors[index] for index in order), limit)
         self._buckets = []
@@ -148,7 +149,7 @@ class Overlap:
             return f"reduce({name!r}): got {arrays.describe(got.shape, got.dtype)}, and the gradient is {tensor}"
         if problem := self._wrong_device(index, grad):
             return problem
-        self._ready[index] = writable([tensor], [grad])[0]
+        self._ready[index] = writable([tensor], [grad], [self._params[index]])[0]
         return ""
 
     def _wrong_device(self, index: int, grad: Any) -> str:
@@ -222,7 +223,7 @@ class Overlap:
             self._order_streams(given.values)
         problem = given.problem
         if self._given or self.has_order:
-            problem = problem or self._problem or self._shared_memory_problem(given.tensors, given.values)
+            problem = problem or self._problem or self._shared_memory_problem(given)
         if self.has_order:
             problem = problem or self._mismatch(given.tensors, given.values)
         elif not problem:
@@ -239,17 +240,21 @@ class Overlap:
                 return f"reduce({name!r}) got another array than step(); pass the same array to both"
         return ""
 
-    def _shared_memory_problem(self, tensors: Sequence[Tensor], values: Sequence[Any]) -> str:
-        """Return the error text if two gradients share memory, and one was passed to reduce(); "" if not."""
-        host = [(t.name, v) for t, v in zip(tensors, values, strict=True) if isinstance(v, np.ndarray)]
-        there = [(t.name, v) for t, v in zip(tensors, values, strict=True) if gpu.is_device(v) and t.elements]
+    def _shared_memory_problem(self, given: StepInput) -> str:
+        """Return the error text if a gradient that was passed to reduce() shares memory with another, or with another
+        parameter of the host; "" if not."""
+        grads = list(zip(given.tensors, given.values, strict=True))
+        there = [(t.name, value) for t, value in grads if gpu.is_device(value) and t.elements]
+        named = [(tensor.name, value) for tensor, value in grads]
+        named += [(f"parameter {tensor.name}", leaf) for tensor, leaf in zip(given.tensors, given.leaves, strict=True)]
+        host = [(name, value) for name, value in named if isinstance(value, np.ndarray)]
         starts = gpu.addresses([value for _, value in there])
         pairs = [(host[i][0], host[j][0]) for i, j in arguments.memory_conflicts([value for _, value in host])]
         pairs += [(there[i][0], there[j][0]) for i, j in arrays.overlapping_ranges([(at, at + 1) for at in starts])]
         for first, second in pairs:
             if first == second and first in self._given:
                 return f"'{first}' has several elements in the same memory, which reduce() cannot change; pass a copy"
-            if first in self._given or second in self._given:
+            if (first in self._given or second in self._given) and second != f"parameter {first}":
                 return f"'{first}' and '{second}' share memory, which reduce() changes for both; pass a copy of one"
         return ""
 
@@ -264,7 +269,8 @@ class Overlap:
         problem = given.problem
         rest = [index for index in range(len(self._tensors)) if index not in self._ready]
         tensors = [self._tensors[index] for index in rest]
-        values = writable(tensors, [None if problem else given.values[index] for index in rest])
+        values = writable(tensors, [None if problem else given.values[index] for index in rest], given.leaves)
+        self._params = given.leaves
         missing = [index for index, value in zip(rest, values, strict=True) if value is None]
         self._ready |= zip(rest, values, strict=True)
         for index in missing:

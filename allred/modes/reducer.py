@@ -347,18 +347,20 @@ def _flags_of(notes: list[int]) -> tuple[list[int], bool]:
     return [note >> _FLAGS_SHIFT & _FLAGS for note in notes], any(note & _MISSING for note in notes)
 
 
-def writable(tensors: Sequence[Tensor], values: Sequence[Any]) -> list[Any]:
+def writable(tensors: Sequence[Tensor], values: Sequence[Any], params: Sequence[Any] = ()) -> list[Any]:
     """Return the arrays to reduce in place: the given ones where possible. Numbers, read-only arrays and arrays that
-    share memory with one before them are replaced by copies; None stays None."""
+    share memory with one before them, or with one of `params`, are replaced by copies; None stays None. params are not
+    compared on GPUs."""
     values = list(values)
-    if native.disjoint(values):  # the usual case
+    if native.disjoint([*params, *values]):  # the usual case
         return values
     known = gpu.layouts(values)  # of arrays on a GPU that are writable
     if known is not None and len({layout[0] for layout in known}) == len(values):
         return values
     usable = [index for index, value in enumerate(values) if isinstance(value, np.ndarray) and value.flags.writeable]
-    pairs = memory_conflicts([values[index] for index in usable])
-    kept = set(usable) - {usable[second] for _, second in pairs}
+    host = [param for param in params if isinstance(param, np.ndarray)]
+    pairs = memory_conflicts([*host, *(values[index] for index in usable)])
+    kept = set(usable) - {usable[second - len(host)] for _, second in pairs if second >= len(host)}
     seen = set[int]()  # the addresses of arrays on GPUs
     return [
         _writable_on_gpu(value, tensor, seen) if gpu.is_device(value)

@@ -56,7 +56,7 @@ def reduce_gradients(
     # Scan, unless the reduction can check its results.
     prepared = None if problem else reducer.prepare(values, checks.can_defer_scan)
     if prepared is None and not problem:  # prepared gradients are writable and do not overlap
-        values = writable(given.tensors, values)
+        values = writable(given.tensors, values, given.leaves)
     defers = not problem and checks.can_defer_scan and reducer.can_check(values)
     if not problem:
         flags |= PREPARED * (prepared is not None)

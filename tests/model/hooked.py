@@ -39,6 +39,9 @@ class Rank:
         world.current().config = dataclasses.replace(config, overlap=plan.overlap, check_steps=plan.check_steps)
         self.net = Net(plan.kinds, plan.dtype, plan.seed)
         self.params = list(self.net.parameters())
+        for part in self.net.parts if plan.compiled else ():
+            if hasattr(part, "one"):
+                part.one.compile(backend="aot_eager")
         self.scaler = allred.GradScaler(8.0) if plan.scaler == "allred" else None
         self.torch_scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if plan.scaler == "torch" else None
         self.set = None if plan.members == tuple(range(plan.size)) else allred.ProcessSet(plan.members)

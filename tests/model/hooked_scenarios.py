@@ -67,6 +67,7 @@ class Scenario(array_nests.Plan):
     scaler: str  # "", "torch", "allred"
     overlap: str
     check_steps: int
+    compiled: bool  # the layers, by torch.compile
     actions: tuple[Action, ...]
 
 
@@ -136,6 +137,7 @@ def scenario(rng: random.Random, size: int) -> Scenario:
         scaler=scaler,
         overlap=rng.choice(["never", "always"]),
         check_steps=rng.choice([100, 0]),
+        compiled=rng.random() < 0.02 and dtype != "bfloat16" and not is_lbfgs,  # it rounds elsewhere
         actions=(),
     )
     kinds = ["step"] * 12 + [

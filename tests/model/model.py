@@ -26,7 +26,7 @@ sys.path.insert(0, str(HERE.parent / "integration"))
 from harness import mpirun  # noqa: E402
 
 OF_TORCH = ["hooked", "process_group", "hvd"]  # torch is in the environment of MPICH only
-SURFACES = ["optimizers", "collectives", "data", "servers", "checkpoints"]
+SURFACES = ["optimizers", "collectives", "several", "data", "servers", "checkpoints"]
 SURFACES += OF_TORCH if importlib.util.find_spec("torch") else []
 # By name: environment variables.
 WORLDS = {

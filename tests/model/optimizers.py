@@ -70,6 +70,7 @@ class Gradients(array_nests.Plan):
     early: tuple[int, ...] = ()  # passed to opt.reduce() before
     fault: str = ""
     place: int = 0  # the leaf of the fault
+    own: int | None = None  # the leaf whose gradient is the parameter itself, in its memory
 
     @property
     def given_samples(self) -> int | None:
@@ -216,6 +217,7 @@ def _gradients(rng: random.Random, plan: Scenario, counts: str, missing: bool, e
         leaves=layouts,
         form=rng.choice(["arrays"] * 6 + ["read-only"] + ["numbers"] * (not plan.function)) if not early else "arrays",
         early=tuple(rng.sample(names, rng.randint(0, len(names)))) if early else (),
+        own=rng.choice(names) if names and not plan.function and rng.random() < 0.05 else None,
     )
 
 
@@ -232,8 +234,8 @@ def gradient_dtype(plan: Scenario, index: int) -> np.dtype[Any]:
     return np.dtype("f8") if plan.wide and dtype == np.dtype("f4") else dtype
 
 
-def gradient_values(plan: Scenario, given: Gradients, scale: float) -> list[Any]:
-    """Return the gradients by leaf: arrays, numbers or None."""
+def gradient_values(plan: Scenario, given: Gradients, scale: float, params: Any = None) -> list[Any]:
+    """Return the gradients by leaf: arrays, numbers or None. params: for `Gradients.own`."""
     rng = np.random.default_rng(given.seed)
     values = []
     for index, leaf in enumerate(plan.tree.leaves):
@@ -252,6 +254,9 @@ def gradient_values(plan: Scenario, given: Gradients, scale: float) -> list[Any]
             grads[index] = float(grads[index])
         elif given.form == "read-only":
             grads[index].flags.writeable = False
+    is_own = given.own is not None and params is not None and (not given.fault or given.place != given.own)
+    if is_own and params[given.own].dtype == gradient_dtype(plan, given.own):
+        grads[given.own] = params[given.own]
     return [None if index in given.missing else grad for index, grad in enumerate(grads)]
 
 
@@ -297,7 +302,8 @@ class Oracle:
     def reduce_and_apply(self, gradients: tuple[tuple[Gradients, ...], ...], ranks: list[int]) -> None:
         """Apply the gradients of these ranks. Raises Refused."""
         plan = self.plan
-        by_rank = [[gradient_values(plan, micro[rank], self.scale) for micro in gradients] for rank in ranks]
+        copies = [np.array(param) for param in self.params]
+        by_rank = [[gradient_values(plan, micro[rank], self.scale, copies) for micro in gradients] for rank in ranks]
         given = [[micro[rank] for micro in gradients] for rank in ranks]
         self._refuse(by_rank, given)
         counts = [sum(g.given_samples or 0 for g in each) for each in given]
@@ -490,7 +496,8 @@ class Rank:
     def step(self, action: Action) -> None:
         for micro in action.gradients:
             given = micro[self.number]
-            self._micro_step(given, gradient_values(self.plan, given, self.scaler.get_scale() if self.scaler else 1.0))
+            scale = self.scaler.get_scale() if self.scaler else 1.0
+            self._micro_step(given, gradient_values(self.plan, given, scale, self.params))
 
     def _micro_step(self, given: Gradients, grads: list[Any]) -> None:
         tree, samples = self.plan.tree, given.given_samples

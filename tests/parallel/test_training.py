@@ -210,7 +210,7 @@ def test_a_state_on_some_ranks_only_is_an_error_on_all(rank, size):
         def step(self, params, grads): ...
 
     opt = allred.distributed(Stateless() if rank == 0 else optim.SGD())
-    with pytest.raises(MismatchError, match="ranks differ: optimizer has a state: False on rank 0; "):
+    with pytest.raises(MismatchError, match="ranks differ: optimizer has a state: False, scaler: False on rank 0; "):
         opt.broadcast([np.zeros(2)])
 
 
