@@ -42,6 +42,7 @@ def _wrap_env_handler(handlers: dict[str, Any]) -> None:
 
             if (found := rendezvous.env_rendezvous(url, **arguments)) is not None:
                 return iter([found])
+            return rendezvous.report_wait(env(url, **arguments))
         return env(url, **arguments)
 
     handlers["env"] = handler

@@ -11,6 +11,7 @@ millisecond without progress: every wait is a loop with a time limit, so Ctrl-C 
 import contextlib
 import itertools
 import os
+import sys
 import threading
 import time
 import traceback
@@ -39,6 +40,11 @@ _SLEEP_SHARE = 0.01  # a sleep, as a share of the time since the last progress: 
 _LONGEST_SLEEP_S = 0.01
 _LOST_S = 2.0  # without progress, until a lost connection is an error: the watcher may report its cause before
 _MAX_UNCHECKED = 64  # started operations, possibly complete, before the queue checks them
+_TWO_THREADS = "two threads use allred at once; use one, so that all ranks have the same order of operations"
+_IN_ITSELF = (
+    "this operation was called while another one of the same thread waits, by a signal handler, __del__ or a pickle "
+    "method; set a flag there, and call the operation afterwards"
+)
 
 
 class Pending(Protocol):
@@ -345,9 +351,7 @@ class WorkQueue:
         if not self.engine.acquire(False):
             with self._running_for_others:  # wait for `_run_for_others`, which is short
                 if not self.engine.acquire(False):
-                    raise AllredError(
-                        "two threads use allred at once; use one, so that all ranks have the same order of operations"
-                    )
+                    raise AllredError(_IN_ITSELF if _is_in_itself() else _TWO_THREADS)
         try:
             if self.poisoned:
                 if (error := world.error()) is not None:
@@ -358,3 +362,15 @@ class WorkQueue:
             yield
         finally:
             self.engine.release()
+
+
+def _is_in_itself() -> bool:
+    """Return whether the stack of this thread has a function of the program between two calls of operations."""
+    frame, runs, was_inside = sys._getframe(), 0, False
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        inside = module.startswith("allred.comm.")
+        if inside or not module.startswith(("allred.", "contextlib")):
+            runs, was_inside = runs + (inside and not was_inside), inside
+        frame = frame.f_back  # type: ignore[assignment]
+    return runs > 1

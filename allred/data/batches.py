@@ -10,7 +10,7 @@ from typing import Any
 
 from allred.arrays import Array
 from allred.data.columns import Columns, as_column
-from allred.data.loader import BatchSpec, Loader, Position, Sampler, rank_slice, resolve_rank
+from allred.data.loader import BatchSpec, Loader, Position, Sampler, check_batch_size, rank_slice, resolve_rank
 from allred.errors import InputError
 from allred.validators import boolean, integer
 
@@ -95,7 +95,7 @@ def batches(
         raise InputError(f"batches() needs arrays of equal, non-zero length, got lengths {lengths}")
     if seed is not None:
         seed = integer("batches: seed", seed, 0, "pass None to keep the order")
-    batch_size = integer("batches: batch_size", batch_size, size, "it counts the samples of all ranks")
+    batch_size = check_batch_size("batches", batch_size, size)
     epochs = integer("batches: epochs", epochs, 0)
     boolean("batches: drop_last", drop_last)
     if drop_last and batch_size > rows:

@@ -155,6 +155,11 @@ class DatasetColumn:
 
 def as_column(value: Any) -> Column:
     """Column for an argument of `batches`. Raises InputError if it has no rows."""
+    if type(value).__module__.partition(".")[0] == "scipy" and hasattr(value, "toarray"):
+        raise InputError(
+            f"{type(value).__name__} is a sparse matrix of scipy; batches() needs dense rows: pass x.toarray(), or a "
+            "dataset whose __getitem__(i) returns x[i].toarray()[0]"
+        )
     listed = isinstance(value, (list, tuple, range, str, bytes, bytearray, memoryview, Mapping))
     if listed or any(hasattr(value, name) for name in _ARRAYS) or not hasattr(value, "__getitem__"):
         if hasattr(value, "__iter__") and not hasattr(value, "__getitem__") and not hasattr(value, "__array__"):

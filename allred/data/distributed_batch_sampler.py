@@ -6,7 +6,17 @@ import collections
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
-from allred.data.loader import BatchSpec, Fetched, Load, Loader, Position, Sampler, rank_slice, resolve_rank
+from allred.data.loader import (
+    BatchSpec,
+    Fetched,
+    Load,
+    Loader,
+    Position,
+    Sampler,
+    check_batch_size,
+    rank_slice,
+    resolve_rank,
+)
 from allred.errors import InputError
 from allred.validators import boolean, integer
 
@@ -64,9 +74,14 @@ class DistributedBatchSampler(Loader):
     ) -> None:
         name = "DistributedBatchSampler"
         rank, size = resolve_rank(name, rank, size)
-        rows = integer(f"{name}: data", len(data) if hasattr(data, "__len__") else data, size, "one row for each rank")
+        rows = integer(f"{name}: data", len(data) if hasattr(data, "__len__") else data, 0)
+        if rows < size:
+            raise InputError(
+                f"{name}: the data has {rows} rows, which is less than one for each of the {size} ranks; start at most "
+                f"{rows} ranks, or pass more data"
+            )
         seed = None if seed is None else integer(f"{name}: seed", seed, 0, "pass None to keep the order")
-        batch_size = integer(f"{name}: batch_size", batch_size, size, "it counts the rows of all ranks")
+        batch_size = check_batch_size(name, batch_size, size)
         epochs = integer(f"{name}: epochs", epochs, 1)
         drop_last = boolean(f"{name}: drop_last", drop_last)
         super().__init__(rank, size, _as_list, {"rows": rows, "seed": seed})

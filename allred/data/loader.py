@@ -303,6 +303,17 @@ class Loader:
         self._position = self._start = Position(int(state["epoch"]), int(state["samples"]))
 
 
+def check_batch_size(function: str, value: Any, size: int) -> int:
+    """Return the batch size. Raises InputError if it is less than one sample for each rank."""
+    number = integer(f"{function}: batch_size", value, 1)
+    if number < size:
+        raise InputError(
+            f"{function}: batch_size={number} is less than one sample for each of the {size} ranks; it counts the "
+            f"samples of all ranks together: pass at least {size}"
+        )
+    return number
+
+
 def resolve_rank(function: str, rank: int | None, size: int | None) -> tuple[int, int]:
     """Return rank and size, by default those of this process. Raises InputError if the rank does not exist.
 

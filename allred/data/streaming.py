@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from allred.data.columns import collate
-from allred.data.loader import BatchSpec, Loader, LoaderArguments, Position, rank_slice, resolve_rank
+from allred.data.loader import BatchSpec, Loader, LoaderArguments, Position, check_batch_size, rank_slice, resolve_rank
 from allred.errors import InputError
 from allred.validators import integer
 
@@ -158,7 +158,7 @@ def stream(
     [60]
     """
     rank, size = resolve_rank("stream", rank, size)
-    batch_size = integer("stream: batch_size", batch_size, size, "it counts the samples of all ranks")
+    batch_size = check_batch_size("stream", batch_size, size)
     epochs = integer("stream: epochs", epochs, 0)
     source = records.records if isinstance(records, Shuffled) else records
     if not hasattr(source, "__iter__"):

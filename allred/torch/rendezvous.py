@@ -10,14 +10,15 @@ import datetime
 import os
 import secrets
 import socket
+import threading
 import urllib.parse
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import torch.distributed as dist
 
 import allred
-from allred import world
+from allred import log, world
 from allred.cluster import launcher
 from allred.comm.functions import broadcast_object
 from allred.errors import ConfigError, InputError
@@ -26,6 +27,8 @@ from allred.launch.rendezvous_client import shared_memory_domain
 from allred.server import enter_rendezvous
 from allred.startup import Cluster
 from allred.watch.start import own_address
+
+_REPORT_S = 30.0
 
 
 def env_rendezvous(
@@ -60,6 +63,23 @@ def env_rendezvous(
     store = dist.TCPStore(host, 0, size, True, timeout, wait_for_workers=False) if rank == 0 else None
     host, port = broadcast_object((host, store.port) if store is not None else None)
     return store or dist.TCPStore(host, port, size, False, timeout, wait_for_workers=False), rank, size
+
+
+def report_wait(steps: Iterator[Any]) -> Iterator[Any]:
+    """Yield what `steps` yields. If that takes 30 s, print a line: torch waits for the other ranks silently."""
+    where = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={os.environ.get('MASTER_PORT')}"
+    rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    text = (
+        f"init_process_group: rank {rank} has waited {_REPORT_S:g} s for the other ranks; start all {size} ranks with "
+        f"{where} WORLD_SIZE={size}, and RANK from 0"
+    )
+    timer = threading.Timer(_REPORT_S, lambda: log.rank_warning(text))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield from steps
+    finally:
+        timer.cancel()
 
 
 def init_from_store(store: Any, rank: int, size: int) -> None:

@@ -34,7 +34,11 @@ def describe_end(pidfd: int, pid: int) -> tuple[str, int]:
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         return f"ended with exit code {code} without a report (os._exit, MPI_Abort?)", code or 1
-    hint = "; if nobody sent it, the machine may be out of memory" if -code == signal.SIGKILL else ""
+    hint = ""
+    if -code == signal.SIGKILL:
+        hint = (
+            "; if nobody sent it, the machine may be out of memory, or the rank has executed another program (os.exec)"
+        )
     try:
         name = signal.Signals(-code).name
     except ValueError:

@@ -5,7 +5,6 @@ that all ranks lack are zeros in a step; joined ranks count in averages; gradien
 """
 
 import contextlib
-import copy
 import dataclasses
 import pathlib
 import random
@@ -133,10 +132,6 @@ class HorovodOracle(Oracle):
         except Refused:
             raise Refused(MismatchError) from None
 
-    def zero_all(self, to_none: bool) -> None:
-        super().zero_all(to_none)
-        self.forget()
-
     def forget(self) -> None:
         for rank in self.ranks:
             rank.restart()
@@ -147,9 +142,10 @@ class HorovodOracle(Oracle):
 
     def state(self, action: Action) -> None:
         self.zero_all(True)
+        self.forget()
 
     def restore(self, action: Action) -> None:
-        self.zero_all(True)
+        self.state(action)
         super().restore(action)
 
 
@@ -157,7 +153,7 @@ class HorovodRank(hooked.Rank):
     """The scenario on this rank, with DistributedOptimizer."""
 
     def __init__(self, plan: Scenario, directory: pathlib.Path, process_set: Any) -> None:
-        self.process_set, self.pending = process_set, False  # pending: backward() since the last step
+        self.process_set = process_set
         super().__init__(plan, directory)
 
     def distribute(self) -> None:
@@ -170,24 +166,6 @@ class HorovodRank(hooked.Rank):
         options |= {"named_parameters": self.net.named_parameters()} if plan.named else {}
         hvd.DistributedOptimizer(self.opt, **options)
 
-    def backward(self, one: Pass) -> torch.Tensor:
-        loss, had_pass = self.net.loss(one.loss), self.pending
-        if loss.requires_grad and one.how != "none":
-            before = self._gradients()
-            self.pending = False  # after an error
-            self.scale(loss).backward()
-            self.pending = had_pass or (self.opt.allred is not None and self._gradients() != before)
-        return loss
-
-    def _gradients(self) -> list[Any]:
-        return [None if each.grad is None else (id(each.grad), each.grad._version) for each in self.params]
-
-    def step(self, action: Action) -> None:
-        try:
-            super().step(action)
-        finally:
-            self.pending = self.pending and not action.steps
-
     @contextlib.contextmanager
     def synchronized(self, action: Action) -> Iterator[None]:
         if not synchronizes(self.plan, action):
@@ -196,21 +174,6 @@ class HorovodRank(hooked.Rank):
         self.opt.synchronize()
         with self.opt.skip_synchronize():
             yield
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Refused between backward() and step(); load_state_dict() drops the gradients."""
-        if self.pending:
-            try:
-                self.opt.zero_grad()
-            except AssertionError:
-                self.pending = False
-            assert not self.pending, "zero_grad() after backward() has raised no error"
-            self.opt.load_state_dict(copy.deepcopy(self.opt.state_dict()))
-        super().zero_grad(set_to_none)
-
-    def recover(self, root: int) -> None:
-        self.pending = False
-        super().recover(root)
 
     def broadcast(self, action: Action) -> None:
         if self.opt.allred is None:
@@ -222,7 +185,6 @@ class HorovodRank(hooked.Rank):
         forms = self.net.state_dict(), list(self.net.named_parameters()), list(self.net.parameters())
         hvd.broadcast_parameters(forms[action.number % 3], root_rank=root)
         hvd.broadcast_optimizer_state(self.opt, root_rank=root)
-        self.pending = False
 
     def state(self, action: Action) -> None:
         self.zero_grad()

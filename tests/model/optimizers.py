@@ -350,7 +350,10 @@ class Oracle:
         if any(kind != each[0] for each in kinds for kind in each):
             problems.add(InputError)  # micro-steps of a rank differ
         floats_only = len(given[0]) > 1 or plan.scaled or "clip_norm" in plan.options or plan.optimizer != "own"
-        if any(np.dtype(int) in each[0] for each in kinds) and (floats_only or plan.options["op"] is allred.Average):
+        averaged = plan.options["op"] is allred.Average and any(
+            map(math.prod, (leaf.shape for leaf in plan.tree.leaves))
+        )
+        if any(np.dtype(int) in each[0] for each in kinds) and (floats_only or averaged):
             problems.add(InputError)
         if any(each[0] != kinds[0][0] for each in kinds):
             problems |= {MismatchError, InputError}  # InputError if opt.reduce() has agreed on dtypes

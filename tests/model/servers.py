@@ -221,7 +221,7 @@ def _change(plan: Scenario, opt: Any, params: list[Any], action: Action) -> str:
         return ""
     at = np.unravel_index(action.number % param.size, param.shape)
     before = param[at].copy()
-    param[at] = before * 2 + 1
+    param[at] = 0 if before else 1
     try:
         for _ in range(plan.options.get("accumulate", 1)):
             opt.step(plan.tree.fill(params), plan.tree.fill([np.ones(param.shape) for param in params]))

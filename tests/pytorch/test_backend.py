@@ -73,6 +73,21 @@ def test_group_timeout():
     assert "in Python at <string>:5" in result.err, result.text
 
 
+def test_a_wait_for_ranks_that_were_not_started_is_reported():
+    code = (
+        "import torch.distributed as dist, allred.torch.rendezvous as r\nr._REPORT_S = 0.2\n"
+        "dist.init_process_group('allred', timeout=__import__('datetime').timedelta(seconds=2))"
+    )
+    [port] = reserved_ports(1)
+    given = {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment = ENVIRONMENT | {name: str(value) for name, value in given.items()}
+    result = testing.run([sys.executable, "-c", code], LIMIT_S, environment)
+    words = (
+        f"rank 0 has waited 0.2 s for the other ranks; start all 2 ranks with MASTER_ADDR=127.0.0.1 MASTER_PORT={port}"
+    )
+    assert words in result.err, result.text
+
+
 TORCHRUN = """
 import os, sys
 sys.path += sys.argv[1:]

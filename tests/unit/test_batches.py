@@ -144,9 +144,9 @@ def test_a_list_of_batches_is_an_error_where_their_shares_are_uneven():
         (
             (ROWS,),
             {"batch_size": 2},
-            "batch_size must be an integer >= 3, but is 2; it counts the samples",
+            "batch_size=2 is less than one sample for each of the 3 ranks; it counts",
         ),
-        ((ROWS,), {"batch_size": 2.5}, "batch_size must be an integer >= 3, but is 2.5"),
+        ((ROWS,), {"batch_size": 2.5}, "batch_size must be an integer >= 1, but is 2.5"),
         ((ROWS,), {"batch_size": 38, "drop_last": True}, "37 rows do not fill one of 38"),
         ((ROWS,), {"batch_size": 8, "drop_last": "no"}, "drop_last must be True or False, but is 'no'"),
         ((ROWS,), {"batch_size": 3, "seed": -1}, "batches: seed must be an integer >= 0, but is -1; pass None"),

@@ -160,3 +160,10 @@ def test_what_is_no_source():
         one(NoLength())
     with pytest.raises(InputError, match="expected an array or a number, got dict"):
         one({"a": 1})
+
+
+def test_a_sparse_matrix_of_scipy_is_refused():
+    sparse = pytest.importorskip("scipy.sparse")
+    for kind in (sparse.csr_matrix, sparse.coo_array):
+        with pytest.raises(InputError, match=rf"{kind.__name__} is a sparse matrix of scipy; .* pass x.toarray\(\)"):
+            one(kind(np.eye(3)))

@@ -97,8 +97,10 @@ def test_follow_needs_a_loader_of_this_sampler():
 
 
 def test_arguments():
-    with pytest.raises(InputError, match="batch_size must be an integer >= 2"):
+    with pytest.raises(InputError, match="batch_size=1 is less than one sample for each of the 2 ranks"):
         DistributedBatchSampler(10, batch_size=1, rank=0, size=2)
+    with pytest.raises(InputError, match="the data has 3 rows, which is less than one for each of the 4 ranks"):
+        DistributedBatchSampler(range(3), batch_size=8, rank=0, size=4)
     with pytest.raises(InputError, match="too few for 3 ranks"):
         global_batches(3, {"epoch": 0, "samples": 35, "rows": 37, "seed": 4})
     assert allred.data.DistributedBatchSampler is DistributedBatchSampler

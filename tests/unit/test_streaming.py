@@ -155,7 +155,7 @@ def test_what_is_refused():
         stream(shuffled((n for n in range(3)), 2), batch_size=1, epochs=2, rank=0, size=1)
     with pytest.raises(InputError, match="an iterable of records, got int"):
         stream(3, batch_size=1, rank=0, size=1)
-    with pytest.raises(InputError, match="stream: batch_size must be an integer >= 2, but is 1; it counts"):
+    with pytest.raises(InputError, match="stream: batch_size=1 is less than one sample for each of the 2 ranks"):
         stream([], batch_size=1, rank=0, size=2)
     with pytest.raises(InputError, match="shuffled: buffer must be an integer >= 1, but is 0"):
         shuffled([], 0)

@@ -137,6 +137,19 @@ def test_two_threads_at_once_are_an_error_and_the_first_continues(queue):
     assert queue.start("mine", operation([], "mine")).wait() == "mine"
 
 
+def test_an_operation_inside_of_another_one_of_this_thread_is_an_error_that_says_so(queue):
+    """As a signal handler, or `__reduce__` of an object that is sent."""
+
+    def calls_another():
+        queue.start("inner", operation([], "inner"))
+        yield from ()
+
+    work = queue.start("outer", calls_another())
+    with pytest.raises(AllredError, match="called while another one of the same thread waits"):
+        work.wait()
+    assert queue.start("mine", operation([], "mine")).wait() == "mine"
+
+
 def test_a_thread_that_moves_this_queue_while_it_waits_for_another_is_waited_for(queue):
     inside, go = threading.Event(), threading.Event()
 

@@ -40,7 +40,6 @@ class HorovodStep(HookedOptimizer):
         self._sparse_dims: dict[str, int] = {}  # by name: of sparse gradients that are reduced as dense ones
         self.is_synchronized = False  # by `synchronize`, since the last step
         self.should_synchronize = True  # in `step`
-        self.calls_closure = False  # in `step`
         options = HorovodOptions(
             op=reduction.op,
             accumulate=passes,
@@ -63,11 +62,6 @@ class HorovodStep(HookedOptimizer):
     @passes.setter
     def passes(self, passes: int) -> None:
         self._gradients_of_step = passes
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether there was a backward pass since the last step."""
-        return self._next.is_reduced or bool(self._next.micro_samples)
 
     def decide_overlap(self) -> bool:
         return self._reduction.is_fused and super().decide_overlap()
@@ -136,7 +130,7 @@ class HorovodStep(HookedOptimizer):
             super().reduce_in_step()
 
     def forget_gradients(self) -> None:
-        """Discard the gradients of an unfinished step; `zero_grad` is then allowed. `load_state_dict` calls it."""
+        """Discard the gradients of an unfinished step. `load_state_dict` calls it."""
         super().forget_gradients()
         self._next = NextStep()
         self.is_synchronized, self.should_synchronize = False, True
@@ -151,11 +145,7 @@ class HorovodStep(HookedOptimizer):
                 )
             self.synchronize()
         self.is_synchronized = False
-        self.calls_closure = closure is not None
-        try:
-            return super().step_torch_optimizer(closure)
-        finally:
-            self.calls_closure = False
+        return super().step_torch_optimizer(closure)
 
 
 class _HorovodMethods:
@@ -200,17 +190,6 @@ class _HorovodMethods:
         self.backward_passes_per_step = _passes(passes)
         if self.allred is not None:
             self.allred.passes = passes
-
-    def zero_grad(self, *arguments: Any, **options: Any) -> None:
-        """As in torch. Raises AssertionError after `backward()` and before `step()` or `synchronize()`, except in the
-        closure of `step`."""
-        own = self.allred
-        if own is not None and own.has_gradients and not (own.is_synchronized or own.calls_closure):
-            raise AssertionError(
-                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-                "optimizer.synchronize(); the gradients of this backward pass would be lost"
-            )
-        super().zero_grad(*arguments, **options)  # type: ignore[misc]
 
 
 def DistributedOptimizer(  # noqa: N802  (Horovod's name)
