@@ -30,6 +30,7 @@ from allred.session.hooks import Hook, all_hooks
 from allred.session.progress import Rates
 from allred.session.saver import Saver, SessionState, check_directories, check_path
 from allred.watch import exit_callbacks
+from allred.watch.delayed_handlers import delayed_handlers
 
 T = TypeVar("T")
 
@@ -109,6 +110,10 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> bool:
+        with delayed_handlers():
+            return self._exit(error)
+
+    def _exit(self, error: BaseException | None) -> bool:
         if self._done:
             return False
         exit_callbacks.unregister(self._end_with_program)
@@ -125,10 +130,10 @@ class Session:
             failure = another
             raise
         finally:
-            self._signals.restore()
             self._report(None)
             functions.remove_observer(self._save_after_join)
             self._done, self._given_optimizer = True, None
+            self._signals.restore()
             if optimizer is not None or failure is not None:
                 self._call_end(failure, path)
         return stopped

@@ -305,6 +305,50 @@ def test_a_signal_ends_the_loop_and_handlers_are_put_back(world, tmp_path):
     assert checkpoint.newest(tmp_path).name == "step-00000005"
 
 
+class SendsSignals:
+    """Tracked by a session: the program's handlers run while the last checkpoint is written."""
+
+    def __init__(self):
+        self.numbers = ()
+
+    def state_dict(self):
+        for number in self.numbers:
+            os.kill(os.getpid(), number)
+        return {"seen": 1}
+
+    def load_state_dict(self, state): ...
+
+
+@pytest.mark.parametrize("error", [None, ValueError])
+def test_an_exception_of_a_signal_handler_comes_after_the_last_checkpoint(world, tmp_path, error):
+    """As torch's handler of SIGCHLD raises one for a DataLoader worker that has died."""
+    witness, handled = Witness(), []
+
+    def handler(number, frame):
+        handled.append(number)
+        raise RuntimeError(f"signal {number}")
+
+    def run():
+        with Session(tmp_path, hooks=[witness]) as session:
+            train(session, [3.0, 2.0], sender=(sender := SendsSignals()))
+            sender.numbers = numbers
+            if error:
+                raise error
+
+    numbers = signal.SIGCHLD, signal.SIGUSR2
+    before = [signal.signal(number, handler) for number in numbers]
+    try:
+        with pytest.raises(RuntimeError, match="signal"):
+            run()
+        assert [signal.getsignal(number) for number in numbers] == [handler, handler]
+    finally:
+        for number, previous in zip(numbers, before, strict=True):
+            signal.signal(number, previous)
+    assert sorted(handled) == sorted(numbers)
+    assert checkpoint.newest(tmp_path).name == "step-00000002"
+    assert witness.outcome.checkpoint or error
+
+
 def test_a_shutdown_error_of_the_users_own_is_a_failure(world):
     witness = Witness()
     with pytest.raises(ShutdownError), Session(hooks=[witness]) as session:
