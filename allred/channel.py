@@ -34,12 +34,24 @@ SEND_S = 3.0  # time limit of a send to a peer that does not read; then the conn
 _RETRY_S = 0.05
 _RECEIVE_BYTES = 2**16
 _MOST_MS = 2**31 - 1
+_TCP_RTO_MAX_MS = 44  # include/uapi/linux/tcp.h; Python has no name for it
 # Keepalive detects after 20 + 4 * 10 s that the machine of a peer has lost power or network.
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 4}
 
 
 class HandshakeError(Exception):
     """The handshake failed. The text is a predicate; its subject is the process that listens at the address."""
+
+
+def limit_resending(connection: socket.socket, limit_s: float) -> None:
+    """Keep a TCP connection for `limit_s` seconds without an answer, instead of the kernel's time.
+
+    From Linux 6.15 on, unanswered data is sent again every second. Before it, the kernel doubles the time between two
+    attempts, so a link that works again may not be noticed until it has worked for as long as it was cut.
+    """
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(int(1000 * limit_s), _MOST_MS))
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, 1000)
 
 
 class Channel:
@@ -56,9 +68,7 @@ class Channel:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def limit_resending(self, limit_s: float) -> None:
-        """Keep the connection for `limit_s` seconds without an answer, instead of the kernel's time."""
-        limit_ms = min(int(1000 * limit_s), _MOST_MS)
-        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
+        limit_resending(self.connection, limit_s)
 
     def send(self, message: Message) -> None:
         """Send JSON; see `send_line`."""

@@ -27,7 +27,8 @@ def delayed_handlers(run_after: bool = True) -> Iterator[None]:
     def note(number: int, frame: types.FrameType | None) -> None:
         came[number] = None
 
-    delayed = {number: handler for number in signal.valid_signals() if _delays(handler := signal.getsignal(number))}
+    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    delayed = {number: handler for number, handler in handlers.items() if _delays(handler)}
     for number in delayed:
         signal.signal(number, note)
     try:

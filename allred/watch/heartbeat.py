@@ -1,4 +1,4 @@
-"""Heartbeats between the watchers of two nodes: each sends one every second, and notices when none arrives.
+"""Heartbeats between the watchers of two nodes: each sends two every second, and notices when none arrives.
 
 A heartbeat is sent on the connection that the watchers have anyway. If a link between hosts is cut, TCP reports nothing
 for minutes; heartbeats name the host after SILENT_S. The job continues if the host answers within the time limit of
@@ -7,7 +7,7 @@ collectives. Else each side ends its own ranks, and the launcher (process.py).
 
 from allred import wording
 
-PERIOD_S = 1.0
+PERIOD_S = 0.5
 SILENT_S = 5.0
 LEAST_LIMIT_S = 2 * SILENT_S  # a silent host counts as lost no sooner, even if ALLRED_TIMEOUT_S is shorter
 

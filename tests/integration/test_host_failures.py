@@ -7,12 +7,15 @@ they raise to files.
 import contextlib
 import os
 import signal
+import socket
 import threading
 import time
 
 import pytest
 from hosts import hosts
 from test_shm import full
+
+from allred import channel
 
 PROGRAM = """
 import os, pathlib, sys, time
@@ -66,6 +69,13 @@ def run_until(here, mpi, ranks, directory, action, code):
     return result, {int(file.name[4:]): file.read_text() for file in directory.glob("rank*")}
 
 
+def sends_again_every_second():
+    with socket.socket() as probe, contextlib.suppress(OSError):
+        channel.limit_resending(probe, 10.0)
+        return probe.getsockopt(socket.IPPROTO_TCP, channel._TCP_RTO_MAX_MS) == 1000
+    return False
+
+
 def cut(here, number):
     return lambda: here.set_link(number, "down")
 
@@ -82,6 +92,35 @@ def test_a_link_that_is_cut_for_good_ends_the_job_on_both_sides(mpi, transport, 
         assert f"RemoteRankError: host {name} ({lost}) has been unreachable for " in raised[rank], raised
         assert "s: the host or the network to it has failed" in raised[rank]
     assert f"allred: host {here.names[1]} (rank 2) has been unreachable for 5 s: " in result.err, result.text
+
+
+UNTIL_REPAIRED = """
+for step in range(10**9):
+    repaired = (directory / "repaired").exists()
+    if allred.allreduce(np.full(300_000, repaired, "f4"), allred.Max)[0]:
+        print("repaired after", step, "steps", flush=True)
+        sys.exit()
+    if step == 3 and rank == 0:
+        (directory / "ready").touch()
+"""
+
+
+@pytest.mark.parametrize("mpi", ["mpich", pytest.param("openmpi", marks=full)])
+# @pytest.mark.skipif(not sends_again_every_second(), reason="this kernel has no TCP_RTO_MAX_MS")
+def test_the_job_continues_after_a_cut_of_three_quarters_of_the_time_limit(mpi, tmp_path):
+    def cut_and_repair():
+        here.set_link(1, "down")
+        time.sleep(15)
+        here.set_link(1, "up")
+        (tmp_path / "repaired").touch()
+
+    with hosts(2, tmp_path) as here:
+        code = program(before=UNTIL_REPAIRED).replace('ALLRED_TIMEOUT_S="10"', 'ALLRED_TIMEOUT_S="20"')
+        result, raised = run_until(here, mpi, [1, 1], tmp_path, cut_and_repair, code)
+    assert result.code == 0, result.text
+    assert not raised
+    assert result.out.count("repaired after") == 2, result.text
+    assert f"allred: host {here.names[1]} (rank 1) answers again, after " in result.err, result.text
 
 
 @pytest.mark.parametrize("mpi", ["mpich", pytest.param("openmpi", marks=full)])

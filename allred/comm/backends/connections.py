@@ -17,6 +17,7 @@ import threading
 import time
 from typing import Any
 
+from allred.channel import limit_resending
 from allred.cluster.interfaces import ipv4_addresses
 from allred.errors import ConfigError
 
@@ -123,7 +124,7 @@ def connect(comm: Any, groups: list[list[int]], network: str, timeout_s: float) 
             one.settimeout(None)
             one.setblocking(False)
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(int(1000 * timeout_s), 2**31 - 1))
+            limit_resending(one, timeout_s)
     return ({}, problem) if problem else (sockets, "")
 
 
