@@ -3,6 +3,7 @@
 
 #include "alarm.h"
 #include "binding.h"
+#include "crc.h"
 #include "exit.h"
 #include "reduce.h"
 #include "scan.h"
@@ -206,6 +207,19 @@ static PyObject *hashes(PyObject *self, PyObject *tensors) {
   return result;
 }
 
+static PyObject *crc32(PyObject *self, PyObject *args) {
+  Py_buffer view;
+  unsigned int value = 0;
+  if (!PyArg_ParseTuple(args, "y*|I:crc32", &view, &value)) return NULL;
+  Py_BEGIN_ALLOW_THREADS;
+  value = allred_crc32(view.buf, (size_t)view.len, value);
+  Py_END_ALLOW_THREADS;
+  PyBuffer_Release(&view);
+  return PyLong_FromUnsignedLong(value);
+}
+
+static PyObject *crc32_is_fast(PyObject *self, PyObject *unused) { return PyBool_FromLong(allred_crc32_is_fast()); }
+
 static PyObject *exceeds(PyObject *self, PyObject *args) {
   tensor_list list;
   int element_bytes, found = 0, variant = allred_variants() - 1;
@@ -285,6 +299,8 @@ static PyMethodDef methods[] = {
     METHOD("hash_window", allred_python_hash_window, METH_FASTCALL, "Return a hash of some consecutive elements."),
     METHOD("leaves_of", allred_python_leaves_of, METH_FASTCALL, "Return the leaves of a nest of this structure."),
     METHOD("hashes", hashes, METH_O, "Return a 64-bit hash of each tensor's bytes; see scan.h."),
+    METHOD("crc32", crc32, METH_VARARGS, "As zlib.crc32; only if crc32_is_fast()."),
+    METHOD("crc32_is_fast", crc32_is_fast, METH_NOARGS, "Whether this CPU multiplies without carry."),
     METHOD("exceeds", exceeds, METH_VARARGS, "Whether the magnitude of a float is above the limit; see scan.h."),
     METHOD("variants", variants, METH_NOARGS, "Return the names of the kernel variants of this CPU, fastest last."),
     METHOD("segment_bytes", segment_bytes, METH_VARARGS, "Return the bytes of memory that a Segment needs."),

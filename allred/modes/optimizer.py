@@ -360,7 +360,7 @@ class DistributedOptimizer:
             first, control = functions.current().ranks[0], self._get_mode()
             if functions.current().rank == 0:
                 try:
-                    if (found := load_newest(directory, self.optimizer, params, control.load_state_dict)) is not None:
+                    if (found := load_newest(directory, self.optimizer, params, control.load_new_state)) is not None:
                         step, extra = found
                 except AllredError as error:
                     failure = error

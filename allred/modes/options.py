@@ -225,6 +225,10 @@ class Mode(SessionSupport):
     def state_dict(self) -> Any: ...
     @abstractmethod
     def load_state_dict(self, state: Any) -> None: ...
+    def load_new_state(self, state: Any) -> None:
+        """As `load_state_dict`, for a state whose arrays nobody else has: they need not be copied."""
+        self.load_state_dict(state)
+
     @abstractmethod
     def summary(self) -> str: ...
     @abstractmethod

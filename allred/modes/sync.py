@@ -29,7 +29,7 @@ from allred.modes.options import Mode, StepInput, StepOptions
 from allred.modes.overlap import Overlap
 from allred.modes.reducer import Agreement, Reducer, writable
 from allred.modes.sharded import new_sharded_update, share
-from allred.optim.base import Optimizer
+from allred.optim.base import Optimizer, load_new_state
 from allred.timeline.recorder import span
 from allred.wording import count
 
@@ -232,15 +232,17 @@ class SyncMode(Mode):
 
     def _broadcast_state(self, communicator: Communicator, params: Any, root: int) -> None:
         """Copy the state of the optimizer, and the numbers of its steps and updates."""
-        state, replica, with_state = None, self._replica, has_state(self._optimizer)
+        sent: Any = None
+        replica, with_state = self._replica, has_state(self._optimizer)
         if communicator.number == root:
             number = None if replica is None else replica.number(communicator)
-            state = number, self._checks.steps, self._updates, self._optimizer.state_dict() if with_state else None
+            live = getattr(self._optimizer, "live_state", getattr(self._optimizer, "state_dict", dict))
+            sent = number, self._checks.steps, self._updates, live() if with_state else None
         title = f"state of {self._options.name}"
-        number, self._checks.steps, self._updates, state = communicator.broadcast_object(state, root, title).wait()
+        number, self._checks.steps, self._updates, state = communicator.broadcast_object(sent, root, title).wait()
         if with_state:
             if communicator.number != root:
-                self._optimizer.load_state_dict(state)
+                self.load_new_state(state)
             restored(self._optimizer)
         if replica is not None:
             replica.copied(number, self._checks.steps, params)
@@ -262,6 +264,9 @@ class SyncMode(Mode):
 
     def load_state_dict(self, state: Any) -> None:
         self._optimizer.load_state_dict(state)
+
+    def load_new_state(self, state: Any) -> None:
+        load_new_state(self._optimizer, state)
 
     def save(self, params: Any, extra: Any, copy: bool) -> Callable[[str], str]:
         with arena.paused():

@@ -7,6 +7,7 @@ the buffer protocol (bfloat16 does not: pass a view as uint16). The signatures a
 
 import functools
 import importlib
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,7 @@ update: Callable[..., bool] = _kernels.update
 update_group: Callable[..., int] = twins.update_group
 leaves_of: Callable[[Any, Any], list[Any] | None] = _kernels.leaves_of
 hashes: Callable[[list[Any]], list[int]] = _kernels.hashes
+crc32: Callable[..., int] = _kernels.crc32 if available and _kernels.crc32_is_fast() else zlib.crc32
 exceeds: Callable[..., bool] = _kernels.exceeds
 match: Callable[[list[Any], list[Any], list[Any]], bool] = twins.match
 disjoint: Callable[[list[Any]], bool] = twins.disjoint

@@ -334,7 +334,10 @@ class Optimizer(ABC):
         slots match their parameters.
         """
         global_step, slots = _check_state(f"{type(self).__name__}.load_state_dict", state)
-        self.global_step, self._slots, self._made_for = global_step, _copy_slots(slots), {}
+        self._take_state(global_step, _copy_slots(slots))
+
+    def _take_state(self, global_step: int, slots: dict[str, Slots]) -> None:
+        self.global_step, self._slots, self._made_for = global_step, slots, {}
         self._known = None
 
     def check_state(self, params: Mapping[str, Array], state: Mapping[str, Any], is_same_kind: bool) -> None:
@@ -392,6 +395,15 @@ def _check_state(who: str, state: Any) -> tuple[int, dict[str, Slots]]:
     return integer(f"{who}: 'global_step'", state["global_step"], 0, "it counts the updates done"), slots
 
 
+def load_new_state(optimizer: Any, state: Any) -> None:
+    """As `optimizer.load_state_dict(state)`, for a state whose arrays nobody else has: allred.optim does not copy
+    them."""
+    if isinstance(optimizer, Optimizer) and type(optimizer).load_state_dict is Optimizer.load_state_dict:
+        optimizer._take_state(*_check_state(f"{type(optimizer).__name__}.load_state_dict", state))
+    else:
+        optimizer.load_state_dict(state)
+
+
 def _convert_slots(who: str, name: str, loaded: Slots, fresh: Slots) -> Slots:
     """Convert loaded slots to the dtypes and devices of `fresh`, the slots that a new optimizer would make.
 
@@ -411,7 +423,7 @@ def _convert_slots(who: str, name: str, loaded: Slots, fresh: Slots) -> Slots:
                 f"{who}: slot {slot!r} of parameter {name!r} must be {describe(array)}, but is "
                 f"{describe(loaded[slot])} in the state; restore the state of the same optimizer"
             )
-    return {slot: np.array(loaded[slot], dtype=array.dtype, like=array) for slot, array in fresh.items()}
+    return {slot: np.asarray(loaded[slot], dtype=array.dtype, like=array) for slot, array in fresh.items()}
 
 
 def optimizer_kind(optimizer: Any) -> str:

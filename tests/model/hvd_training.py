@@ -133,6 +133,7 @@ class HorovodOracle(Oracle):
             raise Refused(MismatchError) from None
 
     def forget(self) -> None:
+        super().forget()
         for rank in self.ranks:
             rank.restart()
 

@@ -76,8 +76,9 @@ def test_c_refuses_what_is_not_contiguous_or_no_list():
         lambda memory: native.pack([memory], np.empty(2**26, np.uint8)),
         lambda memory: native.hashes([memory]),
         lambda memory: native.exceeds([memory], 4, 2**31 - 1),
+        lambda memory: native.crc32(memory),
     ],
-    ids=["pack", "hashes", "exceeds"],
+    ids=["pack", "hashes", "exceeds", "crc32"],
 )
 def test_the_gil_is_released_while_c_works(call):
     """A thread that waits for the GIL gets it during a copy; without a release it could not before the copy's end."""

@@ -1,5 +1,7 @@
 """The kernels that look through tensors: C and numpy give the same answers, and the right ones."""
 
+import zlib
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -38,6 +40,18 @@ def test_the_hash_is_its_formula(kernels):
             ]
     assert kernels.hashes([]) == []
     assert kernels.hashes([memory[:3], memory[3:5]]) == [formula(memory[:3].tobytes()), formula(memory[3:5].tobytes())]
+
+
+@pytest.mark.skipif(not native.available, reason=native.reason)
+def test_the_crc_is_that_of_zlib():
+    memory = np.random.default_rng(2).bytes(5000)
+    for length in [*range(200), 1023, 1024, 1040, 4999]:
+        for start in (0, 1, 7):
+            part = memory[start : start + length]
+            for value in (0, 1, 0xFFFFFFFF, 0x12345678):
+                assert native.crc32(part, value) == zlib.crc32(part, value), (length, start, value)
+    assert native.crc32(b"") == 0
+    assert native.crc32(memory[1234:], native.crc32(memory[:1234])) == zlib.crc32(memory)
 
 
 @pytest.mark.skipif(not native.available, reason=native.reason)
