@@ -161,9 +161,17 @@ def _leave(finalizes: bool) -> None:
             rank, how = next(iter(watcher.gone.items()))
             duty, code, words = _STAY, watcher.gone_code, _printable(f"rank {rank} {how}")
     if _arm is not None and not excepthook.interrupted():  # after Ctrl-C Python ends by a signal, not by exit()
+        _cancel_abort_of_mpi4py()
         _arm(words, code, -1 if watcher is None else watcher.duplicate(), duty)
     else:
         _leave_without_c(finalizes, status, duty, code, words)
+
+
+def _cancel_abort_of_mpi4py() -> None:
+    """Cancel the abort that `python -m mpi4py` has requested: mpi4py performs it before libc's exit(), when the other
+    ranks have not unwound, and the failed rank has not printed its traceback."""
+    if (set_status := getattr(_mpi, "_set_abort_status", None)) is not None:
+        set_status(0)
 
 
 def _leave_without_c(finalizes: bool, status: int, duty: int, code: int, words: str) -> None:
