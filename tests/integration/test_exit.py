@@ -205,6 +205,25 @@ def test_a_rank_whose_threads_go_on_is_ended_too_even_if_the_users_excepthook_is
     assert result.err.count("not left after 3 s: threads or atexit functions run; ending the job") == 1, result.text
 
 
+SLOW_ATEXIT = "import atexit; atexit.register(time.sleep, 25)"
+SLOW_DELETION = """
+class Slow:
+    def __del__(self, sleep=time.sleep): sleep(25)
+slow = Slow()
+"""
+
+
+@pytest.mark.parametrize(("mpi", "failure", "slow"), [
+    ("mpich", "raise", SLOW_DELETION), ("openmpi", "sys.exit", SLOW_DELETION), ("mpich", "sys.exit", SLOW_ATEXIT),
+])  # fmt: skip
+def test_a_failed_rank_whose_interpreter_ends_slowly_is_ended_with_its_code(mpi, failure, slow):
+    """These run after the function that init() registers with atexit."""
+    result = mpirun(2, "-c", program(failure, before=slow), mpi=mpi, timeout_s=40)
+    assert result.code == FAILURES[failure][1], result.text
+    assert result.err.count("allred: rank 1 on ") == 1, result.text
+    assert "but has not left after" in result.err, result.text
+
+
 @pytest.mark.parametrize("mpi", MPIS)
 @pytest.mark.parametrize(
     ("hook", "place", "before"),
