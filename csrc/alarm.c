@@ -18,6 +18,7 @@ static struct {
   pthread_t thread;
   int set, cancel; /* cancel: an eventfd */
   int rendezvous_fd, status;
+  void (*function)(void); /* or NULL */
   double warn_s, limit_s;
   char who[128], what[512];
 } alarm_state;
@@ -47,6 +48,10 @@ static void *wait_and_warn(void *unused) {
     if (ready > 0 && files[1].revents) end();
     if (now_s() < begun_s + until_s) continue;
     const int over = until_s >= alarm_state.limit_s;
+    if (over && alarm_state.function) {
+      alarm_state.function();
+      return NULL;
+    }
     dprintf(STDERR_FILENO, "allred: %s has waited for %g s %s%s\n", alarm_state.who, until_s, alarm_state.what,
             over ? "; that is the limit, and it ends" : "");
     if (over) _exit(1);
@@ -54,15 +59,8 @@ static void *wait_and_warn(void *unused) {
   }
 }
 
-int allred_alarm_set(double warn_s, double limit_s, const char *who, const char *what, int rendezvous_fd, int status) {
-  allred_alarm_cancel();
+static int start(void) {
   sigset_t all, before;
-  alarm_state.warn_s = warn_s;
-  alarm_state.limit_s = limit_s;
-  alarm_state.rendezvous_fd = rendezvous_fd;
-  alarm_state.status = status;
-  snprintf(alarm_state.who, sizeof alarm_state.who, "%s", who);
-  snprintf(alarm_state.what, sizeof alarm_state.what, "%s", what);
   alarm_state.cancel = eventfd(0, EFD_CLOEXEC);
   if (alarm_state.cancel < 0) return -1;
   sigfillset(&all);
@@ -71,6 +69,27 @@ int allred_alarm_set(double warn_s, double limit_s, const char *who, const char 
   pthread_sigmask(SIG_SETMASK, &before, NULL);
   if (!alarm_state.set) close(alarm_state.cancel);
   return alarm_state.set ? 0 : -1;
+}
+
+int allred_alarm_set(double warn_s, double limit_s, const char *who, const char *what, int rendezvous_fd, int status) {
+  allred_alarm_cancel();
+  alarm_state.warn_s = warn_s;
+  alarm_state.limit_s = limit_s;
+  alarm_state.rendezvous_fd = rendezvous_fd;
+  alarm_state.status = status;
+  alarm_state.function = NULL;
+  snprintf(alarm_state.who, sizeof alarm_state.who, "%s", who);
+  snprintf(alarm_state.what, sizeof alarm_state.what, "%s", what);
+  return start();
+}
+
+int allred_alarm_call(double limit_s, void (*function)(void)) {
+  allred_alarm_cancel();
+  alarm_state.warn_s = ALLRED_ALARM_NEVER;
+  alarm_state.limit_s = limit_s;
+  alarm_state.rendezvous_fd = -1;
+  alarm_state.function = function;
+  return start();
 }
 
 void allred_alarm_cancel(void) {

@@ -1,4 +1,5 @@
-/* A warning and a time limit for waits without Python: MPI's start holds the GIL, its end comes after Python. */
+/* Warnings and time limits without Python: MPI's start holds the GIL, and no thread of Python runs while the
+ * interpreter deletes its objects, or after it. */
 #ifndef ALLRED_ALARM_H
 #define ALLRED_ALARM_H
 
@@ -12,6 +13,9 @@
  * The thread takes no signals and needs no GIL. A process has at most one. Returns 0, or -1 if the thread cannot start.
  */
 int allred_alarm_set(double warn_s, double limit_s, const char *who, const char *what, int rendezvous_fd, int status);
+
+/* As allred_alarm_set: after `limit_s` the thread calls `function` once. */
+int allred_alarm_call(double limit_s, void (*function)(void));
 
 #define ALLRED_ALARM_NEVER 1e9 /* seconds: about thirty years */
 

@@ -80,11 +80,10 @@ static void finalize(int status) {
   if (fd >= 0) leave(status);
 }
 
-static void at_exit(int status, void *unused) {
-  (void)unused;
+/* Do what exit.h says at the end with this status. late: in the thread, not in libc's exit(). */
+static void end_with(int status, int late) {
   const allred_exit_plan *plan = &armed.plan;
   int already = 0;
-  if (getpid() != armed.pid) return;
   plan->mpi.finalized(&already);
   status &= 0xff; /* as the parent process sees it */
   const int good = status == 0 && !plan->stuck, alone = plan->rendezvous_fd >= 0;
@@ -98,12 +97,23 @@ static void at_exit(int status, void *unused) {
   if (code)
     dprintf(STDERR_FILENO, "allred: %s ends%s: %s\n", armed.who, alone ? "" : " the job", armed.reason);
   else
-    dprintf(STDERR_FILENO, "allred: %s left with exit code %d%s%s\n", armed.who, status,
-            plan->stuck ? " and an operation that never completed" : "", alone ? "" : "; ending the job");
+    dprintf(STDERR_FILENO, "allred: %s %s with exit code %d%s%s%s\n", armed.who, late ? "failed" : "left", status,
+            plan->stuck ? " and an operation that never completed" : "",
+            late ? " but has not left after its grace period: atexit functions or __del__ methods run" : "",
+            alone ? "" : "; ending the job");
   if (alone) leave(code ? code : status ? status : 1);
   usleep(DRAIN_US);
   plan->mpi.abort(plan->mpi.comm, code ? code : status ? status : 1);
 }
+
+static void at_exit(int status, void *unused) {
+  (void)unused;
+  if (getpid() != armed.pid) return;
+  allred_alarm_cancel(); /* waits for end_late, if that has begun: it ends the process */
+  end_with(status, 0);
+}
+
+static void end_late(void) { end_with(armed.plan.status, 1); }
 
 int allred_exit_arm(const allred_exit_plan *plan) {
   const int first = armed.pid != getpid();
@@ -111,6 +121,7 @@ int allred_exit_arm(const allred_exit_plan *plan) {
   snprintf(armed.who, sizeof armed.who, "%s", plan->who);
   snprintf(armed.reason, sizeof armed.reason, "%s", plan->reason);
   armed.pid = getpid();
+  if (plan->grace_s >= 0) (void)allred_alarm_call(plan->grace_s, end_late);
   return first ? on_exit(at_exit, NULL) : 0;
 }
 

@@ -31,6 +31,9 @@ typedef struct {
   int stuck;          /* an MPI operation of this process can never complete, so MPI cannot be finalized */
   int watcher_fd;     /* the socket to the watcher, or -1 */
   int duty;           /* one of ALLRED_EXIT_... */
+  double grace_s;     /* after it a thread does what the handler does, with `status`, if the handler has not begun:
+                       * deletion of Python's objects may take long. Negative: no thread, the status is not known */
+  int status;         /* the exit status, if grace_s is not negative */
   int rendezvous_fd;  /* -1: a launcher has started this process, and ends the job. Otherwise each process ends by
                        * itself, with its own exit code, and this socket tells the others (allred/launch/process.py) */
 } allred_exit_plan;

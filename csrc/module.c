@@ -263,8 +263,9 @@ static PyObject *segment_bytes(PyObject *self, PyObject *args) {
 static PyObject *arm_exit(PyObject *self, PyObject *args) {
   Py_ssize_t finalized, finalize, abort, comm;
   allred_exit_plan plan;
-  if (!PyArg_ParseTuple(args, "(nnnn)ssipiii:arm_exit", &finalized, &finalize, &abort, &comm, &plan.who, &plan.reason,
-                        &plan.code, &plan.stuck, &plan.watcher_fd, &plan.duty, &plan.rendezvous_fd))
+  if (!PyArg_ParseTuple(args, "(nnnn)ssipiiidi:arm_exit", &finalized, &finalize, &abort, &comm, &plan.who, &plan.reason,
+                        &plan.code, &plan.stuck, &plan.watcher_fd, &plan.duty, &plan.rendezvous_fd, &plan.grace_s,
+                        &plan.status))
     return NULL;
   plan.mpi = (allred_exit_mpi){(int (*)(int *))finalized, (int (*)(void))finalize, (int (*)(intptr_t, int))abort,
                                (intptr_t)comm};

@@ -49,6 +49,8 @@ def arm_exit(
     watcher_fd: int,
     duty: int,
     rendezvous_fd: int,
+    grace_s: float,
+    status: int,
     /,
 ) -> bool:
     """Set what this process does at exit (csrc/exit.h). mpi: the addresses of MPI_Finalized, MPI_Finalize and

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from allred.command_line import Parser, fail, parse
 from allred.errors import AllredError, ConfigError
-from allred.run import host_list, mpirun
+from allred.run import host_list, mpirun, torch_variables
 from allred.run.runner import JobOptions, Runner
 
 _DESCRIPTION = """\
@@ -62,9 +62,12 @@ def main(arguments: list[str]) -> int:
         launch = mpirun.find()
         wanted = make_options(options)
         if options.dry_run:
-            assigned, environ = wanted.find_hosts().assign(wanted.target), {**os.environ, **wanted.settings}
-            words = mpirun.command(launch, assigned, wanted.program, environ, mpirun.is_root())
-            print(mpirun.describe(wanted.settings, words))
+            assigned = wanted.find_hosts().assign(wanted.target)
+            settings = {**wanted.settings, **torch_variables.settings(assigned, os.environ)}
+            environ = {**os.environ, **settings}
+            program = torch_variables.with_rank(wanted.program)
+            words = mpirun.command(launch, assigned, program, environ, mpirun.is_root())
+            print(mpirun.describe(settings, words))
             return 0
         return Runner(wanted, launch).run()
     except AllredError as error:

@@ -12,9 +12,10 @@ from allred.launcher_variables import PREFIXES
 from allred.run import host_list
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_TORCH = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK")
 # Open MPI's mpirun forwards only its own variables to other hosts.
 _PATHS = ("PYTHON", "VIRTUAL_ENV", "PATH", "LD_LIBRARY_PATH")
-_FORWARDED = ("ALLRED_", "HOROVOD_", *_PATHS, "CUDA_VISIBLE_DEVICES", "NCCL_", *_THREADS)
+_FORWARDED = ("ALLRED_", "HOROVOD_", *_PATHS, "CUDA_VISIBLE_DEVICES", "NCCL_", *_THREADS, *_TORCH)
 
 _OF_SHELL = ("PWD", "OLDPWD", "SHLVL", "_")
 

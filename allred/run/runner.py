@@ -23,7 +23,7 @@ from pathlib import Path
 
 from allred.channel import Channel, Listener, Message, dispatch
 from allred.errors import AllredError, ConfigError
-from allred.run import host_list, job, mpirun, probe, restarts
+from allred.run import host_list, job, mpirun, probe, restarts, torch_variables
 from allred.run.host_list import HostList
 from allred.run.job import Job
 from allred.run.resize import RequestSocket
@@ -104,6 +104,7 @@ class Runner:
         given = os.environ.get("ALLRED_ELASTIC_DIR")
         self._commits = given or os.path.abspath(f"{options.name}.commits")  # of programs with hvd.elastic
         self._owns_commits = not given
+        self._unwatched = os.environ.get("ALLRED_WATCHER") == "0"  # then no rank reports anything
 
     def run(self) -> int:
         """Run the job. Return its exit code."""
@@ -164,6 +165,11 @@ class Runner:
             say(f"{end.text}; the job ends" + f": {reason}" * bool(reason))
         elif end.code:
             say(end.text)
+        elif not (end.joined or self._stops or self._unwatched) and (ranks := sum(self._assigned.values())) > 1:
+            say(
+                f"warning: {count(ranks, 'rank')} ended with success, and none called allred.init(); if the program "
+                "joins them in no other way, such as torch.distributed or MPI, each has done the whole work alone"
+            )
         return self._leave(end.code)
 
     def _leave(self, code: int) -> int:
@@ -177,13 +183,13 @@ class Runner:
 
     def _start(self, assigned: dict[str, int], listening: tuple[str, int, str]) -> End:
         """Start the job, and return how it ended."""
-        settings = {**self._options.settings, "ALLRED_STARTS": str(self._starts), "ALLRED_JOB": self._options.name}
+        settings = {**self._options.settings, **torch_variables.settings(assigned, os.environ)}
+        settings |= {"ALLRED_STARTS": str(self._starts), "ALLRED_JOB": self._options.name}
         address, port, secret = listening
         own = {VARIABLE: f"{address} {port} {secret}", "ALLRED_ELASTIC_DIR": self._commits}
         environ = {**os.environ, **settings, **own}
-        words = mpirun.command(
-            self._launch, assigned, self._options.program, environ, mpirun.is_root(), self._options.forwards_all
-        )
+        program = torch_variables.with_rank(self._options.program)
+        words = mpirun.command(self._launch, assigned, program, environ, mpirun.is_root(), self._options.forwards_all)
         self._assigned, self._hosts_changed = assigned, False
         name = f"start {self._starts} of {self._options.name}" if self._starts > 1 else self._options.name
         where = f"{count(sum(assigned.values()), 'rank')} on {', '.join(assigned)}"

@@ -26,6 +26,7 @@ from allred.launch.before_init import open_listener
 from allred.launch.rendezvous_client import shared_memory_domain
 from allred.server import enter_rendezvous
 from allred.startup import Cluster
+from allred.watch import runner_link
 from allred.watch.start import own_address
 
 _REPORT_S = 30.0
@@ -35,16 +36,16 @@ def env_rendezvous(
     url: str, timeout: datetime.timedelta = datetime.timedelta(minutes=30), **_: Any
 ) -> tuple[Any, int, int] | None:
     """Return store, rank and size of the ranks that mpirun started, or of one rank without a launcher. None if the
-    variables of `env://` are set, torchrun started this process, or rank and size are given without a launcher.
+    variables of `env://` are set, not by `allred run`; torchrun started this process; or rank and size are given
+    without a launcher.
 
     url: with the rank and world_size of init_process_group, if given. Raises InputError if they differ from MPI's.
 
     It calls allred.init() if the program has not. Sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, which torch
     programs read, where they are not set.
     """
-    if _started_by_torchrun() or all(
-        os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    ):
+    has_variables = all(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    if _started_by_torchrun() or (has_variables and not runner_link.address()):
         return None
     given = dict(urllib.parse.parse_qsl(urllib.parse.urlparse(url).query))
     by_hand = (

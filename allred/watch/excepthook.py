@@ -1,6 +1,11 @@
-"""sys.excepthook and sys.exit of a rank: report an uncaught exception, Ctrl-C and sys.exit(n) to the watcher.
+"""The end of the program of a rank: report an uncaught exception, Ctrl-C and sys.exit(n) to the watcher.
 
-An explicit `raise SystemExit(n)` is not seen here; libc's exit() sees it (csrc/exit.h).
+An explicit `raise SystemExit(n)` is not seen here; libc's exit() sees it (csrc/exit.h). An uncaught exception is
+reported once, in the first of these places that sees it:
+
+    sys.excepthook       the interpreter calls it, or a hook of the program that calls the hook before it
+    shutdown of threads  the first act of the interpreter after the program; for hooks that do not call the one before
+    sys.exit             a program that runs another one, such as coverage, calls sys.excepthook, then sys.exit(1)
 
 A failed rank reports to its watcher first and prints its traceback last, after the other ranks have unwound. These do
 not print the traceback of the verdict, which would repeat it.
@@ -8,6 +13,7 @@ not print the traceback of the verdict, which would repeat it.
 
 import contextlib
 import functools
+import os
 import sys
 import threading
 import traceback
@@ -20,36 +26,26 @@ from allred.watch import exit_callbacks
 
 _STATUS: dict[Any, int] = {KeyboardInterrupt: 130}  # by exception; 1 for any other
 
+_Hook = Callable[[type[BaseException], BaseException, types.TracebackType | None], Any]
+
 _end_soon: Callable[[int], None] | None = None
-_status = 0
+_pid = 0
+_hook: _Hook | None = None  # the one that was installed last
+_handled: BaseException | None = None  # by a hook at present; a hook of the program may call an older one of ours
+_passed: dict[int, tuple[str, str]] = {}  # exceptions that Python code has passed to the hook: {status: (words, text)}
+_status: int | None = None  # once the program has ended
 
 
 def watch(end_soon: Callable[[int], None]) -> None:
-    """Install the hooks. They call `end_soon` with the exit status when the program is about to end."""
-    global _end_soon
-    first, _end_soon = _end_soon is None, end_soon
+    """Install the hooks. They call `end_soon` with the exit status when the program is about to end.
+
+    May be called again, after the program has replaced sys.excepthook."""
+    global _end_soon, _pid, _hook
+    first, _end_soon, _pid = _end_soon is None, end_soon, os.getpid()
+    if sys.excepthook is not _hook:
+        sys.excepthook = _hook = _make_hook(sys.excepthook)
     if not first:
         return
-    original_hook = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        if (watcher := world.watcher()) is not None:
-            watcher.is_exiting = True
-        ends = _called_by_the_interpreter() and not hasattr(sys, "ps1")  # a prompt continues
-        shown = not ends
-        if ends:
-            exit_callbacks.call_and_print(error)
-        try:
-            shown = shown or _report(kind, error, trace)
-        finally:
-            try:
-                if shown:
-                    original_hook(kind, error, trace)
-            finally:
-                if watcher is not None:
-                    watcher.is_exiting = ends
-                if ends:
-                    _end_with(_STATUS.get(kind, 1))
 
     @functools.wraps(sys.exit)
     def leave(status: Any = None, /) -> None:
@@ -57,19 +53,80 @@ def watch(end_soon: Callable[[int], None]) -> None:
             raise status
         raise (_Exit if threading.current_thread() is threading.main_thread() else SystemExit)(status)
 
-    sys.excepthook = hook
     sys.exit = leave  # type: ignore[assignment]
+    # Private, but in all versions. atexit is too late: before it the interpreter waits for threads.
+    if (register := getattr(threading, "_register_atexit", None)) is not None:
+        register(_at_threads_shutdown)
+
+
+def _make_hook(original: _Hook) -> _Hook:
+    def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        global _handled
+        if error is _handled:
+            original(kind, error, trace)
+            return
+        _handled = error
+        try:
+            _handle(original, kind, error, trace)
+        finally:
+            _handled = None
+
+    return hook
+
+
+def _handle(
+    original: _Hook, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
+) -> None:
+    if (watcher := world.watcher()) is not None:
+        watcher.is_exiting = True
+    ends = _uncaught() is error
+    shown = True
+    if ends:
+        exit_callbacks.call_and_print(error)
+    try:
+        shown = _report(kind, error, trace) if ends else _note_passed(kind, error, trace)
+    finally:
+        try:
+            if shown:
+                original(kind, error, trace)
+        finally:
+            if watcher is not None:
+                watcher.is_exiting = ends
+            if ends:
+                _end_with(_STATUS.get(kind, 1))
+
+
+def _at_threads_shutdown() -> None:
+    error = _uncaught()
+    if error is not None and _status is None and os.getpid() == _pid:
+        exit_callbacks.call_and_print(error)
+        _report(type(error), error, error.__traceback__)
+        _end_with(_STATUS.get(type(error), 1))
+
+
+def _uncaught() -> BaseException | None:
+    """Return the exception that has ended the main program; None if there is none, or at a prompt, which continues.
+
+    The interpreter stores it in sys.last_value, as consoles and debuggers do with theirs. Its traceback begins at the
+    bottom of the stack, because no Python code has caught it."""
+    error = getattr(sys, "last_value", None)
+    if error is None or hasattr(sys, "ps1") or threading.current_thread() is not threading.main_thread():
+        return None
+    trace = error.__traceback__
+    return error if trace is None or trace.tb_frame.f_back is None else None
 
 
 def status_at_exit() -> int:
     """Return the exit status that Python shows."""
-    error = getattr(sys, "last_type", None)  # set if an exception ended the main program, with any hooks
-    return _status or (_STATUS.get(error, 1) if error is not None and _end_soon is not None else 0)
+    if _status is not None:
+        return _status
+    error = _uncaught()
+    return 0 if error is None or _end_soon is None else _STATUS.get(type(error), 1)
 
 
 def interrupted() -> bool:
     """Whether Ctrl-C ends the program."""
-    return getattr(sys, "last_type", None) is KeyboardInterrupt
+    return isinstance(_uncaught(), KeyboardInterrupt)
 
 
 def _last_line(kind: type[BaseException], error: BaseException) -> str:
@@ -86,17 +143,31 @@ def _report(kind: type[BaseException], error: BaseException, trace: types.Traceb
         return True
     text = "".join(traceback.format_exception(kind, error, trace))
     if watcher.verdict is None:
-        words = _last_line(kind, error)
         with contextlib.suppress(OSError, AttributeError, ValueError):  # a stream that is closed or gone
             sys.stdout.flush()  # lingering may take long
-        watcher.fail(_STATUS.get(kind, 1), words, text)
+        watcher.fail(_STATUS.get(kind, 1), _last_line(kind, error), text)
     elif watcher.verdict.rank == watcher.rank:
         watcher.linger()
-    verdict = watcher.verdict
-    if verdict is None or verdict.rank == watcher.rank:
+    return not _repeats_verdict(error, text)
+
+
+def _note_passed(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> bool:
+    """Keep the words of an exception that Python code has passed to the hook. Return whether to print the traceback."""
+    if hasattr(sys, "ps1") or threading.current_thread() is not threading.main_thread():
         return True
-    same = bool(verdict.traceback) and text.endswith(verdict.traceback)  # the watcher has only the end of a long one
-    return str(error) != str(verdict.error()) and not same
+    text = "".join(traceback.format_exception(kind, error, trace))
+    _passed[_STATUS.get(kind, 1)] = _last_line(kind, error), text
+    return not _repeats_verdict(error, text)
+
+
+def _repeats_verdict(error: BaseException, text: str) -> bool:
+    """Whether another rank prints this exception. text: its traceback."""
+    watcher = world.watcher()
+    if watcher is None or not watcher.failed_elsewhere():
+        return False
+    assert watcher.verdict is not None
+    end = watcher.verdict.traceback  # the end of a long one
+    return (bool(end) and text.endswith(end)) or str(error) == str(watcher.verdict.error())
 
 
 class _Exit(SystemExit):
@@ -112,7 +183,7 @@ class _Exit(SystemExit):
             status = 0 if self._code is None else self._code & 0xFF if isinstance(self._code, int) else 1
             exit_callbacks.call_and_print(self if status else None)
             if status and (watcher := world.watcher()) is not None:
-                watcher.report_failure(status, f"sys.exit({self._code!r})")
+                watcher.report_failure(status, *_passed.get(status, (f"sys.exit({self._code!r})",)))
             _end_with(status)
         return self._code
 

@@ -8,9 +8,10 @@ With the C extension this is decided inside libc's exit(), which knows the statu
 was imported before allred.init() and mpi4py finalizes it first, the status is the one that Python shows: an uncaught
 exception, Ctrl-C, sys.exit(n). An explicit `raise SystemExit(n)` is not seen then.
 
-Two more cases use the status that Python shows. A rank that fails while its own threads still run is ended after
-GRACE_S. And MPICH's mpirun ignores a failure before allred.init() while the other ranks wait in MPI_Init: the failed
-rank sends mpirun an abort.
+Two more cases use the status that Python shows. A rank that fails while its own threads or atexit functions still run,
+or the deletion of its objects, is ended after GRACE_S: by a thread of Python, and from `_leave` on by one of C. And
+MPICH's mpirun ignores a failure before allred.init() while the other ranks wait in MPI_Init: the failed rank sends
+mpirun an abort.
 """
 
 import atexit
@@ -31,6 +32,7 @@ from allred.watch import excepthook, runner_link
 GRACE_S = 3.0  # from failing to leaving
 FOLLOWER_S = 10.0  # as GRACE_S, if another rank has failed before; as in csrc/exit.c
 _DRAIN_S = 0.2  # as in csrc/exit.c
+_SHORTEST_S = 0.5  # from `_leave` to the end of the grace period
 _READ_S = 0.5  # interval at which a lingering rank reads messages
 _TELL, _AWAIT, _RELEASED, _STAY, _LINGER = range(5)  # as in csrc/exit.h
 
@@ -38,6 +40,8 @@ _pid = 0  # of the rank's own process, not of its forks
 _mpi: Any = None  # mpi4py.MPI, after `take_over`
 _arm: Callable[..., bool] | None = None  # the C extension's, where that decides
 _stuck = False
+_grace_end = float("inf")
+_is_left_to_c = False  # the end of this process: no thread of Python runs while its objects are deleted
 _lifeline = -1  # see `take_over`
 _pmi: tuple[int, int] | None = None  # descriptor and inode of the socket to MPICH's mpirun, before MPI starts
 
@@ -78,8 +82,10 @@ def take_over(MPI: Any, finalizes: bool, lifeline: int = -1) -> None:  # noqa: N
         excepthook.watch(_end_soon)
         if finalizes and native.arm_exit is not None:
             mpi, arm, who = _functions(MPI), native.arm_exit, _who()
-            _arm = lambda text, code, fd, duty: arm(mpi, who, text, code, _stuck, fd, duty, lifeline)  # noqa: E731
-            if not _arm("", 0, -1, _TELL):
+            _arm = lambda text, code, fd, duty, grace_s, status: arm(  # noqa: E731
+                mpi, who, text, code, _stuck, fd, duty, lifeline, grace_s, status
+            )
+            if not _arm("", 0, -1, _TELL, -1.0, 0):
                 _arm = None
     atexit.register(_leave, finalizes)
 
@@ -114,6 +120,8 @@ def _functions(MPI: Any) -> tuple[int, int, int, int]:  # noqa: N803
 
 def _end_soon(status: int) -> None:
     """Ensure the end of this process, which is about to end with `status`, if it is not 0."""
+    global _grace_end
+    _grace_end = time.monotonic() + GRACE_S
     if status and os.getpid() == _pid:
         with contextlib.suppress(RuntimeError):  # no thread can be started
             threading.Thread(target=_end_after_grace, args=(status,), name="allred-exit", daemon=True).start()
@@ -123,29 +131,35 @@ def _end_after_grace(status: int) -> None:
     _sleep(GRACE_S)
     watcher = world.watcher()
     if watcher is not None and watcher.lingers:
-        while not watcher.linger_is_over():
+        while not (_is_left_to_c or watcher.linger_is_over()):
             time.sleep(_READ_S)
-        if not watcher.failed_elsewhere():
+        if not (_is_left_to_c or watcher.failed_elsewhere()):
             watcher.linger()
     if watcher is not None and watcher.failed_elsewhere():
         _sleep(FOLLOWER_S - GRACE_S)  # the failed rank ends the job
+    if _is_left_to_c:
+        return
     what = f"failed with exit code {status} but has not left after {GRACE_S:g} s: threads or atexit functions run"
     _end_job(what + "; ending the job" * (_lifeline < 0), status)
 
 
 def _sleep(seconds: float) -> None:
-    """Sleep; starts again while the end of the job is delayed."""
+    """Sleep; starts again while the end of the job is delayed. C then receives the messages of the watcher."""
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:
         time.sleep(min(left, _READ_S))
+        if _is_left_to_c:
+            return
         if (watcher := world.watcher()) is not None and watcher.end_is_delayed():
             until = time.monotonic() + seconds
 
 
 def _leave(finalizes: bool) -> None:
     """Leave at the end of Python. With the C extension, pass it the remaining actions."""
+    global _is_left_to_c
     if os.getpid() != _pid:
         return
+    _is_left_to_c = _arm is not None and not excepthook.interrupted()  # after Ctrl-C a signal ends Python, not exit()
     status, watcher = excepthook.status_at_exit(), world.watcher()
     duty, code, words = _TELL, 0, ""
     if watcher is not None:
@@ -160,10 +174,19 @@ def _leave(finalizes: bool) -> None:
         elif watcher.gone:
             rank, how = next(iter(watcher.gone.items()))
             duty, code, words = _STAY, watcher.gone_code, _printable(f"rank {rank} {how}")
-    if _arm is not None and not excepthook.interrupted():  # after Ctrl-C Python ends by a signal, not by exit()
-        _arm(words, code, -1 if watcher is None else watcher.duplicate(), duty)
+    if _arm is not None and _is_left_to_c:
+        _cancel_abort_of_mpi4py()
+        grace_s = min(GRACE_S, max(_SHORTEST_S, _grace_end - time.monotonic())) if status else -1.0
+        _arm(words, code, -1 if watcher is None else watcher.duplicate(), duty, grace_s, status)
     else:
         _leave_without_c(finalizes, status, duty, code, words)
+
+
+def _cancel_abort_of_mpi4py() -> None:
+    """Cancel the abort that `python -m mpi4py` has requested: mpi4py performs it before libc's exit(), when the other
+    ranks have not unwound, and the failed rank has not printed its traceback."""
+    if (set_status := getattr(_mpi, "_set_abort_status", None)) is not None:
+        set_status(0)
 
 
 def _leave_without_c(finalizes: bool, status: int, duty: int, code: int, words: str) -> None:

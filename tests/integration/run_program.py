@@ -36,13 +36,16 @@ def train(on_step, before_step=lambda session: None, step_s=0.02):
 def main(what, argument=""):
     if what == "early":
         sys.exit(int(argument))
+    torch = [int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]  # before init()
     allred.init(banner=False)
     rank, last = allred.rank(), allred.size() - 1
+    assert torch == [rank, allred.size(), allred.local_rank()], torch
     if what == "lines":
         for part in range(3):
             print(f"part{part} ", end="", flush=True)
             time.sleep(0.02 * (rank + 1))
         print(f"\nvariables {os.environ['OMP_NUM_THREADS']} {os.environ.get('ALLRED_MODE')}", flush=True)
+        print(f"address {os.environ['MASTER_ADDR']} {os.environ['MASTER_PORT']}", flush=True)
         print("no newline", end="", flush=True)
         print(f"error of {rank}", file=sys.stderr, flush=True)
     elif what == "raise" and rank == last:

@@ -205,6 +205,25 @@ def test_a_rank_whose_threads_go_on_is_ended_too_even_if_the_users_excepthook_is
     assert result.err.count("not left after 3 s: threads or atexit functions run; ending the job") == 1, result.text
 
 
+SLOW_ATEXIT = "import atexit; atexit.register(time.sleep, 25)"
+SLOW_DELETION = """
+class Slow:
+    def __del__(self, sleep=time.sleep): sleep(25)
+slow = Slow()
+"""
+
+
+@pytest.mark.parametrize(("mpi", "failure", "slow"), [
+    ("mpich", "raise", SLOW_DELETION), ("openmpi", "sys.exit", SLOW_DELETION), ("mpich", "sys.exit", SLOW_ATEXIT),
+])  # fmt: skip
+def test_a_failed_rank_whose_interpreter_ends_slowly_is_ended_with_its_code(mpi, failure, slow):
+    """These run after the function that init() registers with atexit."""
+    result = mpirun(2, "-c", program(failure, before=slow), mpi=mpi, timeout_s=40)
+    assert result.code == FAILURES[failure][1], result.text
+    assert result.err.count("allred: rank 1 on ") == 1, result.text
+    assert "but has not left after" in result.err, result.text
+
+
 @pytest.mark.parametrize("mpi", MPIS)
 @pytest.mark.parametrize(
     ("hook", "place", "before"),
@@ -226,6 +245,61 @@ def test_an_error_ends_the_job_also_if_the_users_excepthook_fails(mpi, hook, pla
     )
     result = mpirun(2, "-c", code, mpi=mpi, timeout_s=40)
     assert result.code == 1, result.text
+
+
+HOOK = "lambda *args: (print('HOOK', args[0].__name__, flush=True), sys.__excepthook__(*args))"
+CHAIN = "(lambda before: lambda *args: (print('HOOK', args[0].__name__, flush=True), before(*args)))(sys.excepthook)"
+RUNNER = """
+try: main()
+except BaseException:
+    sys.excepthook(*sys.exc_info())
+    try: sys.exit(1)
+    except SystemExit as error: status = error.code
+sys.exit(status)
+"""
+THREAD_RUNS = "import threading; threading.Thread(target=threading.Event().wait).start()"
+WAYS = {  # arguments of Python; before init(); after it; the end; the exceptions that a hook of the program sees
+    "mpi4py": (["-m", "mpi4py"], "", "", "main()", []),
+    "mpi4py, hook before init": (["-m", "mpi4py"], f"sys.excepthook = {HOOK}", "", "main()", ["ValueError"]),
+    "hook that calls the one before": (
+        [], "", f"sys.excepthook = {CHAIN}", "main()", ["RemoteRankError", "ValueError"],
+    ),
+    "hook that replaces, and a thread": (
+        [], "", f"sys.excepthook = {HOOK}; {THREAD_RUNS}", "main()", ["RemoteRankError", "ValueError"],
+    ),
+    "coverage": ([], "", "", RUNNER, []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_run_a_program_shows_the_traceback_rank_and_exit_code(mpi, way):
+    """Each hook of the program is called once. The error of the others names the exception."""
+    arguments, before, after, end, seen = WAYS[way]
+    code = (
+        f"import sys\nimport allred\n{before}\nallred.init(banner=False)\n{after}\n"
+        "def main():\n"
+        "    if allred.rank() == 1: raise ValueError('boom')\n"
+        "    try: allred.barrier()\n"
+        "    except allred.RemoteRankError as error: assert 'ValueError: boom' in str(error); raise\n"
+        f"{end}\n"
+    )
+    result = mpirun(2, *arguments, "-c", code, mpi=mpi, timeout_s=40)
+    assert result.code == 1, result.text
+    assert sorted(line for line in result.out.splitlines() if "HOOK" in line) == [f"HOOK {name}" for name in seen]
+    tracebacks = 2 if "replaces" in way else 1  # only that hook prints the error of the other rank
+    assert result.err.count("\nValueError: boom\n") == tracebacks, result.text  # once as a note of the other error
+    assert "AssertionError" not in result.err, result.text
+    assert result.err.count("allred: rank 1 on ") == 1, result.text
+    assert result.err.count("allred: ") == 1, result.text
+
+
+def test_python_m_mpi4py_leaves_an_explicit_exit_status_to_the_exit_of_the_rank():
+    code = "import allred\nallred.init(banner=False)\nif allred.rank() == 1: raise SystemExit(3)\nallred.barrier()"
+    result = mpirun(2, "-m", "mpi4py", "-c", code, timeout_s=40)
+    assert result.code == 3, result.text
+    assert "allred: rank 1 on " in result.err, result.text
+    assert "left with exit code 3; ending the job" in result.err, result.text
 
 
 def test_output_that_is_closed_does_not_keep_the_job_alive():

@@ -36,9 +36,10 @@ def ended(result, code):
 
 @both
 def test_lines_are_marked_and_written_to_files(mpi, tmp_path):
-    result = allred_run(mpi, tmp_path, "-np", 3, "--tag", "--logs", "logs", "--mode", "sync", PROGRAM, "lines")
+    result = allred_run(mpi, tmp_path, "-np", 3, "--tag", "--logs", "logs", "--mode", "sync", PROGRAM, "lines",
+                        env={"MASTER_PORT": "4711"})  # fmt: skip
     ended(result, 0)
-    lines = ["part0 part1 part2 ", "variables 1 sync", "no newline"]
+    lines = ["part0 part1 part2 ", "variables 1 sync", "address 127.0.0.1 4711", "no newline"]
     assert sorted(result.out.splitlines()) == sorted(f"[{rank}] {line}" for rank in range(3) for line in lines)
     for rank in range(3):
         assert f"[{rank}] error of {rank}" in result.err.splitlines(), result.text
@@ -64,13 +65,16 @@ def test_the_exit_code_is_that_of_the_rank_that_failed(mpi, what, code, text, tm
     (["-np", 1, PROGRAM, "exit"], 5),
     (["-np", 2, PROGRAM, "early", 3], 3),
     (["-np", 2, PROGRAM, "early", 0], 0),
-    (["-np", 2, "no-such-program"], 255),
+    (["-np", 1, PROGRAM, "early", 0], 0),
+    (["-np", 2, "no-such-program"], 127),
 ])  # fmt: skip
 def test_exit_codes_of_one_rank_and_of_programs_that_do_not_call_init(words, code, tmp_path):
     result = allred_run("mpich", tmp_path, *words)
     ended(result, code)
     if code and "exit" not in words:
         assert f"mpirun ended with exit code {code}, and no rank had called allred.init()" in result.err, result.text
+    alone = "allred run: warning: 2 ranks ended with success, and none called allred.init(); "
+    assert (alone in result.err) == (code == 0 and words[1] == 2), result.text
 
 
 def test_dry_run_prints_the_command(tmp_path):
@@ -78,7 +82,8 @@ def test_dry_run_prints_the_command(tmp_path):
     ended(result, 0)
     assert result.out.startswith("OMP_NUM_THREADS=1 "), result.text
     assert " ALLRED_MODE=ps " in result.out
-    assert result.out.endswith(f"-np 2 {BIN['mpich'] / 'python'} train.py --lr 0.1\n"), result.text
+    assert " MASTER_ADDR=127.0.0.1 MASTER_PORT=" in result.out
+    assert result.out.endswith(f"rank_variables.sh {BIN['mpich'] / 'python'} train.py --lr 0.1\n"), result.text
 
 
 @both

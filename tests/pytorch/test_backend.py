@@ -176,6 +176,27 @@ def test_processes_of_spawn(tmp_path):
     assert (result.code, result.out) == (0, "[2.0, 2.0]\n" * 2), result.text
 
 
+full = pytest.mark.full
+UNDER_ALLRED_RUN = """
+import os, sys
+rank, size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+import torch, torch.distributed as dist
+dist.init_process_group(sys.argv[1])
+dist.all_reduce(tensor := torch.ones(1))
+print((rank, local) == (dist.get_rank(), rank), tensor.item() == size, os.environ.get("LOCAL_WORLD_SIZE"), flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.limit(LIMIT_S + 10)
+@pytest.mark.parametrize(("backend", "local_size"), [("allred", "2"), pytest.param("gloo", None, marks=full)])
+def test_a_program_that_reads_torchs_variables_first_runs_under_allred_run(backend, local_size, tmp_path):
+    (tmp_path / "program.py").write_text(UNDER_ALLRED_RUN)
+    command = [sys.executable, "-m", "allred", "run", "-np", "2", tmp_path / "program.py", backend]
+    result = testing.run(command, LIMIT_S, ENVIRONMENT)
+    assert (result.code, result.out) == (0, f"True True {local_size}\n" * 2), result.text
+
+
 def test_without_a_launcher(tmp_path):
     """One rank. The entry point makes the backend known, so `import torch` is enough; it loads nothing of allred."""
     program = """

@@ -8,7 +8,7 @@ import pytest
 
 from allred.cluster.processors import own_cores, usable_cores
 from allred.errors import AllredError, ConfigError
-from allred.run import command, host_list, mpirun, probe, restarts
+from allred.run import command, host_list, mpirun, probe, restarts, torch_variables
 from allred.run.host_list import HostList
 from allred.run.reports import Reports
 from allred.run.restarts import End, RestartPolicy
@@ -106,6 +106,16 @@ def test_threads_of_blas_are_the_cores_of_a_rank_unless_they_are_given():
     assert host_list.cores_for_each({"localhost": cores + 1}, {}) == 1
     assert host_list.cores_for_each({"198.51.100.1": 1}, {}) == 0
     assert host_list.cores_for_each({"198.51.100.1": 1}, {"SLURM_CPUS_PER_TASK": "7"}) == 7
+
+
+def test_torchs_variables_name_the_first_host_and_keep_those_of_the_user():
+    here = os.uname().nodename
+    found = torch_variables.settings({here: 2, "localhost": 1}, {})
+    assert (found["MASTER_ADDR"], found["WORLD_SIZE"]) == ("127.0.0.1", "3")
+    assert 1024 < int(found["MASTER_PORT"]) < 32768
+    given = {"MASTER_PORT": "1", "WORLD_SIZE": "7"}
+    assert torch_variables.settings({"198.51.100.1": 1, "localhost": 1}, given) == {"MASTER_ADDR": "198.51.100.1"}
+    assert torch_variables.settings({"localhost": 1, "198.51.100.1": 1}, given) != {"MASTER_ADDR": "localhost"}
 
 
 def options(**given):
