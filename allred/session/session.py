@@ -170,7 +170,8 @@ class Session:
         if self._optimizer is not None:
             raise InputError("session.track() was called already; track everything in one call")
         self._given_optimizer = optimizer
-        params, optimizer, more = coordination.tracked(given := params, optimizer, more)
+        params, optimizer, others = coordination.tracked(given := params, optimizer, more)
+        more = {**others, **more}
         state = SessionState(self.hooks, data, more)
         with coordination.extended_timeout(self._wait_s):
             self._saver.directory = coordination.agree(self._saver.directory, self.max_steps, sorted(more), data)
@@ -178,11 +179,11 @@ class Session:
                 raise InputError("Session: save_secs and save_steps need a checkpoint_dir")
             check_directories(self.hooks, self._saver.directory)
             directory = self._saver.directory
-            restored, extra = optimizer.restore_all(directory, params) if directory else (None, None)
+            restored, extra = optimizer.restore_all(directory, params, others) if directory else (None, None)
             if restored is None:  # `restore_all` has copied the parameters
                 (optimizer.broadcast_others if directory else optimizer.broadcast)(given)
-            if extra is not None:
-                state.load(extra, f"{self._saver.directory}, step {restored}")
+            if restored is not None:
+                state.load({} if extra is None else extra, f"{self._saver.directory}, step {restored}")
             error = final_checkpoint.directory_error(self._saver) if self.is_chief else None
             coordination.raise_on_all(optimizer, error)
         self.params, self._optimizer, self._state = params, optimizer, state
