@@ -118,7 +118,7 @@ class Session:
         failure = None if stopped else error
         try:
             if stopped:
-                self._finish_after_shutdown()
+                path = self._finish_after_shutdown()
             elif optimizer is not None:
                 path = self._finish() if failure is None else self._finish_after_error(failure)
         except BaseException as another:
@@ -370,18 +370,21 @@ class Session:
     def _finish(self) -> str | None:
         if self._is_unfinished():  # the loop was left by a break
             self._end_step()
+        return self._write_final()
+
+    def _write_final(self) -> str | None:
+        """Write the final checkpoint, when all workers have made their last step. Collective."""
         self._in_step = False
         self._wait_all_workers()
         randoms = coordination.gather_random_states(self.optimizer, "the end of the session")
         return final_checkpoint.write(self._saver, self.optimizer, self.step, lambda: self._capture(randoms))
 
-    def _finish_after_shutdown(self) -> None:
-        """Mode ps: the job was asked to stop, and the checkpoint is written. Workers whose loop had ended before are in
-        `_finish`, with the same collective operations."""
+    def _finish_after_shutdown(self) -> str | None:
+        """Mode ps: the job was asked to stop, and a checkpoint is written. Policy async: updates of other workers may
+        have followed; then it is written again. Workers whose loop had ended before are in `_finish`, with the same
+        collective operations."""
         self._stop_reason = self.asked or coordination.OTHER_RANK
-        self._wait_all_workers()
-        self._note_step()
-        coordination.raise_on_all(self.optimizer, None)
+        return self._write_final()
 
     def _finish_after_error(self, error: BaseException) -> str | None:
         optimizer, path = self.optimizer, None
