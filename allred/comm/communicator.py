@@ -30,7 +30,7 @@ from allred.comm.arguments import (
     target_of,
     wire_code,
 )
-from allred.comm.backends.backend import Backend, pickled
+from allred.comm.backends.backend import Backend, pickled, unpickle
 from allred.comm.device_collectives import DeviceCollectives
 from allred.comm.group import Group
 from allred.comm.header import OpDescriptor, quoted
@@ -317,7 +317,8 @@ class Communicator(Group):
         return self.start("alltoall", name, steps())
 
     def allgather_object(self, value: Any, name: str = "") -> Work[list[Any]]:
-        """Return every rank's picklable object, in rank order."""
+        """Return every rank's picklable object, in rank order. An exception while an object is unpickled is raised on
+        this rank only, and the communicator can be used afterwards."""
 
         def steps() -> Steps[list[Any]]:
             data = pickled(value)
@@ -328,7 +329,8 @@ class Communicator(Group):
         return self.start("allgather_object", name, steps())
 
     def broadcast_object(self, value: Any, root: int = 0, name: str = "") -> Work[Any]:
-        """Return the root's picklable object; a copy of it on the other ranks."""
+        """Return the root's picklable object; a copy of it on the other ranks. An exception of unpickling: see
+        `allgather_object`."""
 
         def steps() -> Steps[Any]:
             source = root_index(root, self.ranks)
@@ -336,8 +338,8 @@ class Communicator(Group):
             title = f"broadcast_object(root={self.ranks[source]}){quoted(name)}"
             descriptor = OpDescriptor("broadcast_object", name, title, root=self.ranks[source])
             group, _ = yield from self.agree(descriptor)
-            received = yield from group.backend.broadcast_object(data, self.root_in(group, source, descriptor))
-            return value if self.rank == source else received
+            received = yield from group.backend.broadcast_pickle(data, self.root_in(group, source, descriptor))
+            return value if self.rank == source else unpickle(received)
 
         return self.start("broadcast_object", name, steps())
 

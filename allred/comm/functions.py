@@ -192,12 +192,13 @@ def barrier(process_set: ProcessSet | None = None) -> None:
 
 
 def broadcast_object(value: Any, root: int = 0, name: str = "", process_set: ProcessSet | None = None) -> Any:
-    """Return the root's picklable object; the `value` of other ranks is ignored."""
+    """Return the root's picklable object; the `value` of other ranks is ignored. An exception while the object is
+    unpickled is raised on that rank only, and allred can be used afterwards."""
     return current(process_set).broadcast_object(value, root, name).wait()
 
 
 def allgather_object(value: Any, name: str = "", process_set: ProcessSet | None = None) -> list[Any]:
-    """Return the picklable objects of all ranks, in rank order."""
+    """Return the picklable objects of all ranks, in rank order. An exception of unpickling: see `broadcast_object`."""
     return current(process_set).allgather_object(value, name).wait()
 
 

@@ -109,6 +109,15 @@ class _NoEngine:
 Steps = Generator[Pending, None, T]
 
 
+class UserCodeError(Exception):
+    """Raised by an operation that has exchanged all its data: code of the user has raised `error`, on this rank. The
+    operation raises `error`, and the next one can run."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class Work(Generic[T]):
     """A started operation, as returned by the functions whose name ends in `_async`.
 
@@ -130,7 +139,8 @@ class Work(Generic[T]):
         self._steps = steps
         self._pending: Pending | None = None
         self._first: Pending | None = None
-        self._outcome: T | AllredError | None = None
+        self._result: T | None = None
+        self._error: Exception | None = None
         self._finished = False
 
     def done(self) -> bool:
@@ -155,13 +165,13 @@ class Work(Generic[T]):
             raise InputError(f"wait({timeout_s!r}) must be a positive number of seconds, or None for the setting")
         if not self._finished:
             self._queue.wait(self, timeout_s)
-        if isinstance(self._outcome, AllredError):
-            raise self._outcome
+        if self._error is not None:
+            raise self._error
         if (watcher := world.watcher()) is not None and watcher.pending():
             raise watcher.error()
         if self.end is not None:
             self.end.order_callers()
-        return self._outcome  # type: ignore[return-value]
+        return self._result  # type: ignore[return-value]
 
     def synchronize(self, timeout_s: float | None = None) -> T:
         """As `wait`, but for device arrays the host also waits until the GPU has finished."""
@@ -188,14 +198,16 @@ class Work(Generic[T]):
         except StopIteration as stop:
             self._finish(stop.value)
         except AllredError as error:  # the same error on all ranks: the next operation can run
-            self._finish(error)
+            self._finish(None, error)
+        except UserCodeError as failure:
+            self._finish(None, failure.error)
         except BaseException as error:
             reason = traceback.format_exception_only(error)[-1].partition("\n")[0]
             self._queue.poison(f"{self.title} was cut short by {reason}")
             raise
 
-    def _finish(self, outcome: T | AllredError) -> None:
-        self._outcome, self._finished = outcome, True
+    def _finish(self, result: T | None, error: Exception | None = None) -> None:
+        self._result, self._error, self._finished = result, error, True
         if self.turn is not None:
             self.turn.end()
         self._queue.engine.on_complete(self._first)

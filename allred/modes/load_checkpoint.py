@@ -15,12 +15,17 @@ from allred.optim.base import Optimizer, optimizer_kind
 
 
 def load_newest(
-    directory: str | os.PathLike[str], optimizer: Any, params: Any, load_state: Callable[[Any], None]
+    directory: str | os.PathLike[str],
+    optimizer: Any,
+    params: Any,
+    load_state: Callable[[Any], None],
+    check_extra: Callable[[Any, pathlib.Path], None],
 ) -> tuple[int, Any] | None:
     """Load the newest undamaged checkpoint: the state of the optimizer by `load_state`, then the parameters. Return its
-    step, and the object that was passed to `saving`; None if there is no checkpoint.
+    step, and the object that was passed to `saving`; None if there is no checkpoint. check_extra: called with that
+    object and the path, before anything changes.
 
-    Raises CheckpointError, and an error of allred that `load_state` raises; `params` have not changed then.
+    Raises CheckpointError, and errors of allred of `load_state` and `check_extra`; `params` have not changed then.
     """
     found, damaged = checkpoint.read_newest(directory)
     if damaged and found is None:
@@ -38,6 +43,7 @@ def load_newest(
     _check_parameters(named, content.params, path)
     try:
         extra = checkpoint.unpickle_extra(content.pickled)
+        check_extra(extra, path)
         load_state(checkpoint.unpickle_state(content.pickled) if state is None else {**state, "slots": content.slots})
     except AllredError:
         raise

@@ -7,16 +7,17 @@ serves where the optimizer is made or first used, and exits there.
 import functools
 import importlib
 import os
+import pathlib
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from allred import log, nest
 from allred.comm import functions
 from allred.comm.header import hash_text
 from allred.comm.ops import Compression, ReduceOp
-from allred.errors import AllredError, InputError
+from allred.errors import AllredError, CheckpointError, InputError
 from allred.modes.clipping import Clipper
 from allred.modes.detect.mistake_checks import restored, updates_of
 from allred.modes.load_checkpoint import load_newest
@@ -37,6 +38,21 @@ def is_torch_optimizer(value: Any) -> bool:
     """Whether a value is an instance of torch.optim.Optimizer. Does not import torch."""
     optim = getattr(sys.modules.get("torch"), "optim", None)
     return optim is not None and isinstance(value, optim.Optimizer)
+
+
+def _without_scaler(extra: Any) -> Any:
+    return extra[_EXTRA] if isinstance(extra, dict) and _SCALER in extra else extra
+
+
+def _check_parts(names: Iterable[str], extra: Any, path: pathlib.Path) -> None:
+    """Raise CheckpointError if a checkpoint lacks one of the parts of `session_parts`."""
+    parts = _without_scaler(extra) or {}
+    if missing := [name for name in names if not parts.get(f"'{name}'", [None])[0]]:
+        raise CheckpointError(
+            f"{path} has no buffers of the {missing[0]}, because it was saved without the {missing[0]}; nothing was "
+            f"restored. To restore only parameters and optimizer, call restore(directory) without the {missing[0]} "
+            f"and broadcast({missing[0]})"
+        )
 
 
 _new_input = functools.partial(tuple.__new__, StepInput)  # 0.2 us less than StepInput(...), in each step
@@ -352,16 +368,20 @@ class DistributedOptimizer:
         """
         return self.restore_all(directory, params)[0]
 
-    def restore_all(self, directory: str | os.PathLike[str], params: Any) -> tuple[int | None, Any]:
-        """As `restore`; returns the step, and the `extra` that was passed to `saving`, on all ranks, or None."""
+    def restore_all(
+        self, directory: str | os.PathLike[str], params: Any, others: Iterable[str] = ()
+    ) -> tuple[int | None, Any]:
+        """As `restore`; returns the step, and the `extra` that was passed to `saving`, on all ranks, or None. others:
+        the names of `session_parts`: raises CheckpointError, before anything changes, if the checkpoint lacks one."""
         self._require_state()
         step = extra = failure = None
         with functions.within(self.process_set):
             first, control = functions.current().ranks[0], self._get_mode()
             if functions.current().rank == 0:
                 try:
-                    if (found := load_newest(directory, self.optimizer, params, control.load_new_state)) is not None:
-                        step, extra = found
+                    check = functools.partial(_check_parts, others)
+                    found = load_newest(directory, self.optimizer, params, control.load_new_state, check)
+                    step, extra = found or (None, None)
                 except AllredError as error:
                     failure = error
             if received := functions.broadcast_object(failure, first):
@@ -376,11 +396,9 @@ class DistributedOptimizer:
                 restored(self.optimizer)
                 if functions.current().rank != 0:
                     control.count_from(step)
-        if isinstance(extra, dict) and _SCALER in extra:
-            if self._clipper.scaler is not None:
-                self._clipper.scaler.load_state_dict(extra[_SCALER])
-            extra = extra[_EXTRA]
-        return step, extra
+        if isinstance(extra, dict) and _SCALER in extra and self._clipper.scaler is not None:
+            self._clipper.scaler.load_state_dict(extra[_SCALER])
+        return step, _without_scaler(extra)
 
     @property
     def training_id(self) -> str:

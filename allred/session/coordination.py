@@ -160,8 +160,8 @@ def _number(name: str, value: Any) -> float:
 
 
 def tracked(params: Any, optimizer: Any, more: dict[str, Any]) -> tuple[Any, DistributedOptimizer, dict[str, Any]]:
-    """Return the arguments of `Session.track` as a nest of arrays, a DistributedOptimizer, and objects with a state. A
-    hooked torch optimizer supplies them. Raises InputError if the optimizer cannot be used."""
+    """Return the arguments of `Session.track` as a nest of arrays, a DistributedOptimizer, and the objects of
+    `session_parts` by name. Raises InputError if they cannot be used."""
     value = optimizer if isinstance(optimizer, DistributedOptimizer) else getattr(optimizer, "allred", optimizer)
     _check_optimizer(value)
     nest, others = value.session_parts(params)
@@ -170,7 +170,7 @@ def tracked(params: Any, optimizer: Any, more: dict[str, Any]) -> tuple[Any, Dis
             f"session.track({both[0]}=...): the name {both[0]!r} is reserved for buffers and untrained parameters of "
             "the torch module passed as params; choose another keyword"
         )
-    return nest, value, {**others, **more}
+    return nest, value, others
 
 
 def _check_optimizer(value: Any) -> None:

@@ -54,13 +54,15 @@ def directory_error(saver: Saver) -> AllredError | None:
 
 def write(saver: Saver, optimizer: DistributedOptimizer, step: int, capture: Capture) -> str | None:
     """Write the final checkpoint on the chief after training without an error. Collective. Returns the path on the
-    chief; None on other ranks and without a directory. Raises CheckpointError on all ranks."""
+    chief; None on other ranks, without a directory, and if this training has saved this step. Raises CheckpointError on
+    all ranks."""
     path: str | None = None
     failure: AllredError | None = None
     if saver.directory and topology.rank() == 0:
         try:
             with wait.busy():
-                path = saver.save_final(step, capture)
+                if not checkpoint.has(saver.directory, step, optimizer.training_id):
+                    path = saver.save_final(step, capture)
         except (CheckpointError, InputError) as error:
             newest = _newest(saver.directory)
             there = f"the newest one is {newest}" if newest else "there is none"

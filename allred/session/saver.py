@@ -274,12 +274,22 @@ class SessionState:
         return batches if sampler is None else sampler.follow(batches)
 
     def warn_untracked(self, batches: Any) -> None:
-        """Warn if `batches` can be resumed but was not given to `track`."""
+        """Warn if `batches`, or the sampler of a torch DataLoader, has a state but was not given to `track`."""
         if self._data is None and has_state(sampler_of(batches) or batches):
             log.warning(
                 "session.steps(): training that resumes from a checkpoint starts this data from the beginning, though "
                 "it can continue behind the last batch; pass it to session.track(data=...) too"
             )
+        samplers = (
+            [] if sampler_of(batches) else [getattr(batches, each, None) for each in ("sampler", "batch_sampler")]
+        )
+        tracked = [self._data, *self._more.values()]
+        for sampler in filter(has_state, samplers):
+            if not any(each is batches or each is sampler for each in tracked):
+                log.warning(
+                    f"session.steps(): the state of the loader's {type(sampler).__name__} is not saved, because it may "
+                    "be ahead of training; use an allred.data.DistributedBatchSampler, or session.track(sampler=...)"
+                )
 
     def note_position(self) -> None:
         """Record the position in the data: an update has used all batches so far."""
@@ -316,7 +326,7 @@ class SessionState:
 
     def load(self, parts: PickledParts, where: str | os.PathLike[str]) -> None:
         """Restore the result of `pickle`. The hooks may differ; hooks of the same class are matched by their order.
-        Raises CheckpointError for a part that cannot be unpickled."""
+        A warning names what the checkpoint lacks. Raises CheckpointError for a part that cannot be unpickled."""
         left = {title: list(pickles) for title, pickles in parts.items()}
 
         def take(title: str) -> Any:
@@ -328,9 +338,14 @@ class SessionState:
                     f"the state of {title} in {where} cannot be loaded: {type(error).__name__}: {error}"
                 ) from error
 
+        lacking = [title for title in self._more if not any(left.get(title, ()))]
         if (position := take("the data")) is not None and self._data is not None:
             self._data.load_state_dict(position)
             self._position = position
+        elif self._data is not None:
+            lacking.insert(0, "the data")
+        if lacking:
+            log.warning(f"{where} was saved without the state of {', '.join(lacking)}: training begins with a new one")
         if (mine := (take("random generators") or {}).get(topology.rank())) is not None:
             _set_random_states(*mine)
         for title, owner in self._owners():

@@ -123,7 +123,7 @@ class Session:
         failure = None if stopped else error
         try:
             if stopped:
-                self._finish_after_shutdown()
+                path = self._finish_after_shutdown()
             elif optimizer is not None:
                 path = self._finish() if failure is None else self._finish_after_error(failure)
         except BaseException as another:
@@ -175,7 +175,8 @@ class Session:
         if self._optimizer is not None:
             raise InputError("session.track() was called already; track everything in one call")
         self._given_optimizer = optimizer
-        params, optimizer, more = coordination.tracked(given := params, optimizer, more)
+        params, optimizer, others = coordination.tracked(given := params, optimizer, more)
+        more = {**others, **more}
         state = SessionState(self.hooks, data, more)
         with coordination.extended_timeout(self._wait_s):
             self._saver.directory = coordination.agree(self._saver.directory, self.max_steps, sorted(more), data)
@@ -183,11 +184,11 @@ class Session:
                 raise InputError("Session: save_secs and save_steps need a checkpoint_dir")
             check_directories(self.hooks, self._saver.directory)
             directory = self._saver.directory
-            restored, extra = optimizer.restore_all(directory, params) if directory else (None, None)
+            restored, extra = optimizer.restore_all(directory, params, others) if directory else (None, None)
             if restored is None:  # `restore_all` has copied the parameters
                 (optimizer.broadcast_others if directory else optimizer.broadcast)(given)
-            if extra is not None:
-                state.load(extra, f"{self._saver.directory}, step {restored}")
+            if restored is not None:
+                state.load({} if extra is None else extra, f"{self._saver.directory}, step {restored}")
             error = final_checkpoint.directory_error(self._saver) if self.is_chief else None
             coordination.raise_on_all(optimizer, error)
         self.params, self._optimizer, self._state = params, optimizer, state
@@ -374,18 +375,21 @@ class Session:
     def _finish(self) -> str | None:
         if self._is_unfinished():  # the loop was left by a break
             self._end_step()
+        return self._write_final()
+
+    def _write_final(self) -> str | None:
+        """Write the final checkpoint, when all workers have made their last step. Collective."""
         self._in_step = False
         self._wait_all_workers()
         randoms = coordination.gather_random_states(self.optimizer, "the end of the session")
         return final_checkpoint.write(self._saver, self.optimizer, self.step, lambda: self._capture(randoms))
 
-    def _finish_after_shutdown(self) -> None:
-        """Mode ps: the job was asked to stop, and the checkpoint is written. Workers whose loop had ended before are in
-        `_finish`, with the same collective operations."""
+    def _finish_after_shutdown(self) -> str | None:
+        """Mode ps: the job was asked to stop, and a checkpoint is written. Policy async: updates of other workers may
+        have followed; then it is written again. Workers whose loop had ended before are in `_finish`, with the same
+        collective operations."""
         self._stop_reason = self.asked or coordination.OTHER_RANK
-        self._wait_all_workers()
-        self._note_step()
-        coordination.raise_on_all(self.optimizer, None)
+        return self._write_final()
 
     def _finish_after_error(self, error: BaseException) -> str | None:
         optimizer, path = self.optimizer, None

@@ -1,4 +1,4 @@
-"""`ModuleCheckpoints`: the parameters, buffers and state of a hooked optimizer, for broadcasts and checkpoints."""
+"""`ModuleCheckpoints`: the state of a module and of its hooked optimizer, for broadcasts and checkpoints."""
 
 import os
 from collections.abc import Callable
@@ -7,17 +7,18 @@ from typing import Any
 import torch
 
 from allred.comm import functions
-from allred.errors import CheckpointError
+from allred.errors import InputError
 from allred.modes.optimizer import DistributedOptimizer
 from allred.ps import context
 from allred.session import state_pickle
-from allred.torch.optimizer_adapter import OptimizerAdapter, UntrainedTensors, detached_view
+from allred.torch.optimizer_adapter import OptimizerAdapter, detached_view
 from allred.torch.tensors import as_raw_array
+from allred.torch.untrained_state import UntrainedState
 
 
 class ModuleCheckpoints(DistributedOptimizer):
     """The methods of a hooked optimizer that take parameters: None stands for those of the optimizer, and a torch
-    module for its parameters and buffers."""
+    module for all that its `state_dict()` returns."""
 
     _adapter: OptimizerAdapter
 
@@ -33,9 +34,11 @@ class ModuleCheckpoints(DistributedOptimizer):
     def _others_of(self, module: torch.nn.Module) -> dict[str, Any]:
         """Return arrays over the tensors of a module that this optimizer does not train, named "module.<name>", with
         the buffers that are not persistent."""
-        own = {id(parameter) for _, parameter in self._adapter.named_parameters()}
-        others = {**UntrainedTensors(module, own).state_dict(), **dict(module.named_buffers())}
+        others = {**self._untrained(module).tensors(), **dict(module.named_buffers())}
         return dict(_named_memory(f"module.{name}", value.detach()) for name, value in others.items())
+
+    def _untrained(self, module: torch.nn.Module) -> UntrainedState:
+        return UntrainedState(module, (parameter for _, parameter in self._adapter.named_parameters()))
 
     def replicated(self, trained: dict[str, Any]) -> Any:
         """Internal: see `DistributedOptimizer`."""
@@ -45,7 +48,7 @@ class ModuleCheckpoints(DistributedOptimizer):
         """Internal: see `DistributedOptimizer`."""
         if not isinstance(params, torch.nn.Module):
             return self.nest_of(params), {}
-        others = UntrainedTensors(params, {id(parameter) for _, parameter in self._adapter.named_parameters()})
+        others = self._untrained(params)
         return self.nest_of(None), {"module": others} if others.state_dict() else {}
 
     def saving(self, params: Any, extra: Any, copy: bool = False) -> Callable[[str], str]:
@@ -54,7 +57,7 @@ class ModuleCheckpoints(DistributedOptimizer):
         return super().saving(params, extra, copy)
 
     def save(self, directory: str | os.PathLike[str], params: Any = None) -> str | None:
-        """As `DistributedOptimizer.save`. params: None, or a module, whose buffers are saved too."""
+        """As `DistributedOptimizer.save`. params: None, or a module: all that its `state_dict()` returns is saved."""
         nest, others = self.session_parts(params)
         if functions.current(self.process_set).rank != 0:
             return None
@@ -62,35 +65,57 @@ class ModuleCheckpoints(DistributedOptimizer):
         return self.saving(nest, extra or None)(os.fspath(directory))
 
     def restore(self, directory: str | os.PathLike[str], params: Any = None) -> int | None:
-        """As `DistributedOptimizer.restore`. params: None, or a module, whose buffers are restored too. Raises
-        CheckpointError if the checkpoint has no buffers of the module."""
+        """As `DistributedOptimizer.restore`. params: None, or a module: all that its `state_dict()` returns is
+        restored. Raises CheckpointError, before anything changes, if the checkpoint was saved without the module."""
         nest, others = self.session_parts(params)
-        step, extra = self.restore_all(directory, nest)
+        step, extra = self.restore_all(directory, nest, others)
         if step is None:
             self.broadcast_others(params)
             return None
         for name, each in others.items():
-            pickled = (extra or {}).get(f"'{name}'", [None])[0]
-            if pickled is None:
-                raise CheckpointError(
-                    f"{os.fspath(directory)}, step {step} has no buffers of the module, because it was saved without "
-                    "the module; call restore(directory) without the module, and broadcast(module)"
-                )
-            each.load_state_dict(state_pickle.loads(pickled))
+            each.load_state_dict(state_pickle.loads(extra[f"'{name}'"][0]))
         return step
 
     def broadcast(self, params: Any = None, root: int | None = None) -> None:
-        """As `DistributedOptimizer.broadcast`. params: None, or a module, whose buffers are copied too."""
+        """As `DistributedOptimizer.broadcast`. params: None, or a module: all that its `state_dict()` returns is
+        copied, and its other buffers."""
         if context.is_active():
             self.broadcast_others(params, root)
         super().broadcast(self.nest_of(params), root)
         if context.is_active():
             self._adapter.record_pull()
+        else:
+            self._broadcast_objects(params, root)
 
     def broadcast_others(self, params: Any, root: int | None = None) -> None:
         if isinstance(params, torch.nn.Module):
             for name, array in self._others_of(params).items():
                 functions.broadcast_(array, 0 if root is None else root, name)
+            self._broadcast_objects(params, root)
+
+    def _broadcast_objects(self, params: Any, root: int | None) -> None:
+        """Copy what `state_dict()` of a module returns beside its memory. Collective. Raises InputError on all ranks if
+        it cannot be pickled."""
+        if not isinstance(params, torch.nn.Module):
+            return
+        untrained = self._untrained(params)
+        if not (others := untrained.others()):
+            return
+        with functions.within(self.process_set):
+            here = functions.current()
+            root = here.ranks[0] if root is None else root
+            data, problem = b"", ""
+            if here.number == root:
+                try:
+                    data = state_pickle.dumps(others)
+                except Exception as error:  # of any class: objects say how they are pickled
+                    problem = f"{self.name}.broadcast(): {', '.join(others)} of the module's state_dict() cannot be "
+                    problem += f"pickled: {type(error).__name__}: {error}"
+            data, problem = functions.broadcast_object((data, problem), root, f"module.{', module.'.join(others)}")
+            if problem:
+                raise InputError(problem)
+            if here.number != root:
+                untrained.load_others(state_pickle.loads(data))
 
     def pull(self, params: Any = None) -> None:
         """As `DistributedOptimizer.pull`. params: None or a module, for the parameters of this optimizer. Mode ps:

@@ -20,7 +20,13 @@ from allred.modes.detect.parameter_changes import remedy
 from allred.optim.base import Optimizer
 from allred.optim.step_input import Slots
 from allred.ps import context
-from allred.torch.optimizer_state import assign_in_place, from_slots, load_in_place, to_slots
+from allred.torch.optimizer_state import (
+    OtherState,
+    assign_in_place,
+    from_slots,
+    load_in_place,
+    to_slots,
+)
 from allred.torch.pulled_parameters import PulledParameters
 from allred.torch.replaced_methods import dereference, weak_method
 from allred.torch.sparse import SparseGradients, coalesce_gradient
@@ -61,7 +67,7 @@ class OptimizerAdapter(Optimizer):
     def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str] | None = None) -> None:
         self._reference, self.global_step = weakref.ref(optimizer), 0
         self._names_by_id = names or {}
-        self.sparse, self._pulled = SparseGradients(), PulledParameters()
+        self.sparse, self._pulled, self._others = SparseGradients(), PulledParameters(), OtherState()
         # The methods of torch, which the hooked optimizer replaces.
         self._update, self._load = weak_method(optimizer, "step"), weak_method(optimizer, "load_state_dict")
         self._views: dict[str, tuple[torch.Tensor, Any, Any]] = {}  # by name: parameter, layout, view
@@ -327,13 +333,19 @@ class OptimizerAdapter(Optimizer):
         return self._state(copy=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return {"global_step", "slots": {parameter name: {slot: array}}, "groups": hyperparameters of each group}."""
+        """Return {"global_step", "slots": {parameter name: {slot: array}}, "groups": hyperparameters of each group}.
+        With "others" (text) if the torch optimizer has state that belongs to no parameter."""
         return self._state(copy=True)
 
     def _state(self, copy: bool) -> dict[str, Any]:
         names = {id(parameter): name for name, parameter in self.named_parameters()}
         slots = {names[id(p)]: to_slots(state, copy) for p, state in self.optimizer.state.items() if id(p) in names}
-        return {"global_step": self.global_step, "slots": slots, "groups": self.hyperparameters()}
+        return {
+            "global_step": self.global_step,
+            "slots": slots,
+            "groups": self.hyperparameters(),
+            **self._others.of(self.optimizer, self.kind),
+        }
 
     def load_state_dict(self, state: Any) -> None:
         """Restore a result of `state_dict`. Without "groups" the hyperparameters stay. Raises InputError for the state
@@ -346,7 +358,8 @@ class OptimizerAdapter(Optimizer):
         if "groups" in state:
             self.set_hyperparameters(state["groups"])
         own = self.optimizer.state_dict()
-        own["state"] = {numbers[name]: from_slots(slots) for name, slots in state["slots"].items()}
+        loaded = {numbers[name]: from_slots(slots) for name, slots in state["slots"].items()}
+        own = self._others.merge(own, loaded, state.get("others"))
         load_in_place(self.optimizer, own, self._load)
         self.global_step = int(state["global_step"])
 
@@ -357,38 +370,3 @@ def _with_unique_names(named: list[tuple[str, torch.Tensor]]) -> list[tuple[str,
         numbered = itertools.chain([name], (f"{name}#{number}" for number in itertools.count(2)))
         found[next(each for each in numbered if each not in found)] = parameter
     return list(found.items())
-
-
-class UntrainedTensors:
-    """The buffers of a module, and its parameters that the optimizer does not train. trained_ids: `id()` of the trained
-    parameters."""
-
-    def __init__(self, module: torch.nn.Module, trained_ids: set[int]) -> None:
-        self._module, self._trained_ids = module, trained_ids
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the tensors by name; they share the memory of the module."""
-        state = self._module.state_dict(keep_vars=True)
-        return {
-            name: value.detach()
-            for name, value in state.items()
-            if isinstance(value, torch.Tensor) and id(value) not in self._trained_ids
-        }
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Copy the values of a result of `state_dict`. Raises InputError for tensors of another module."""
-        own = self.state_dict()
-        here, saved = ({name: tuple(value.shape) for name, value in each.items()} for each in (own, state))
-        if odd := sorted(name for name in {**here, **saved} if here.get(name) != saved.get(name)):
-            ours, theirs = ({name: shapes[name] for name in odd if name in shapes} for shapes in (here, saved))
-            raise InputError(
-                f"buffers or untrained parameters differ: the module has {ours}, but the checkpoint has {theirs}"
-            )
-        for name, value in state.items():
-            if not torch.can_cast(value.dtype, own[name].dtype):
-                raise InputError(
-                    f"buffer or untrained parameter '{name}' is {own[name].dtype} in the module, which cannot hold the "
-                    f"{value.dtype} values of the checkpoint; create it in the module with dtype {value.dtype}"
-                )
-        for name, value in state.items():
-            own[name].copy_(value)

@@ -1,12 +1,15 @@
 """The state of a torch optimizer as arrays: {parameter name: {slot name: array}}, the format of allred.optim.
 
-Checkpoints hold these arrays in safetensors files; nothing is unpickled. A slot is named by its path in the state of
+Checkpoints hold these arrays in safetensors files; they are not pickled. A slot is named by its path in the state of
 the parameter ("exp_avg", "old_dirs.3"). A suffix marks 0-d tensors and values that are not tensors: "step:scalar" is a
 0-d tensor, "exp_avg:complex" a complex tensor with a last dimension (real, imaginary), "t:float" a Python number,
 "prev_loss:none" is None, "ro:list" the length of a list, "norms:dict" of a dict.
 In a path "#3" is the integer key 3, and "%2E" a dot in a key (also %23, %25, %3A).
+
+`OtherState` is the rest of what `state_dict()` of the optimizer returns, as text with a pickle.
 """
 
+import base64
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from allred import log
 from allred.arrays import Array
 from allred.errors import InputError
-from allred.session.state_pickle import register_tensor
+from allred.ps import context
+from allred.session import state_pickle
 from allred.torch.tensors import as_array, copy_to_tensor
 
 _NUMBERS: dict[str, type] = {"bool": bool, "int": int, "float": float}
@@ -115,6 +120,50 @@ def _value(slots: dict[str, Any], kinds: dict[str, str], path: str) -> Any:
     return copy_to_tensor(array.reshape(()) if kind == "scalar" else array)
 
 
+class OtherState:
+    """State of a torch optimizer that belongs to no parameter: entries of `optimizer.state` whose key is no tensor, and
+    those that a `state_dict` of its class, or a hook, adds."""
+
+    def __init__(self) -> None:
+        self._has_warned = False
+
+    def of(self, optimizer: torch.optim.Optimizer, kind: str) -> dict[str, str]:
+        """Return {"others": pickled entries}, or {} without entries. What cannot be saved is named in one warning."""
+        saved, failed, reason = {}, [], ""
+        for key, value in _other_entries(optimizer):
+            try:
+                if context.is_active() and context.current().servers > 1:
+                    raise InputError("each of several parameter servers has its own")
+                saved[key] = state_pickle.dumps(value)
+            except Exception as error:  # of any class: objects say how they are pickled
+                failed.append(key[-1])
+                reason = f"{type(error).__name__}: {error}"
+        if failed and not self._has_warned:
+            self._has_warned = True
+            names = ", ".join(map(repr, failed))
+            log.rank_warning(f"{kind}: its state {names} is neither saved nor broadcast: {reason}")
+        return {"others": base64.b64encode(state_pickle.dumps(saved)).decode()} if saved else {}
+
+    @staticmethod
+    def merge(own: dict[str, Any], slots: dict[int, Any], others: str | None) -> dict[str, Any]:
+        """Return the state dict `own` with the state `slots` of parameters, by number, and a result of `of`."""
+        kept: dict[Any, Any] = {key: value for key, value in own.get("state", {}).items() if type(key) is not int}
+        merged = {**own, "state": {**kept, **slots}}
+        for (place, key), value in state_pickle.loads(base64.b64decode(others)).items() if others else ():
+            (merged["state"] if place == "state" else merged)[key] = state_pickle.loads(value)
+        return merged
+
+
+def _other_entries(optimizer: torch.optim.Optimizer) -> list[tuple[tuple[str, Any], Any]]:
+    """Return ((place, key), value) of each entry. place: "state" or ""."""
+    found = [(("state", key), value) for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)]
+    is_plain = getattr(optimizer.state_dict, "__func__", None) is torch.optim.Optimizer.state_dict
+    if not is_plain or getattr(optimizer, "_optimizer_state_dict_post_hooks", None):
+        own = optimizer.state_dict().items()
+        found += [(("", key), value) for key, value in own if key not in ("state", "param_groups")]
+    return found
+
+
 def load_in_place(
     optimizer: torch.optim.Optimizer, state: dict[str, Any], load: Callable[[Any], None] | None = None
 ) -> None:
@@ -176,4 +225,4 @@ def assign_in_place(old: Any, new: Any) -> Any:
     return new
 
 
-register_tensor("torch", torch.Tensor, lambda tensor: as_array(tensor.detach().cpu()), copy_to_tensor)
+state_pickle.register_tensor("torch", torch.Tensor, lambda tensor: as_array(tensor.detach().cpu()), copy_to_tensor)

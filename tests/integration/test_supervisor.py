@@ -32,6 +32,37 @@ def test_the_last_checkpoint_is_written(way, mode, mpi, code, steps, tmp_path):
     assert "MismatchError" not in result.err, result.text
 
 
+STOP = """
+import sys, time
+import numpy as np
+import allred
+from allred.compat import tf1
+allred.init(banner=False)
+w, made = np.zeros(3), 0
+opt = allred.distributed(allred.optim.SGD(lr=1.0))
+supervisor = tf1.Supervisor(logdir=sys.argv[1], save_summaries_secs=0, params=[w], optimizer=opt)
+with supervisor.managed_session() as session:
+    while not supervisor.should_stop():
+        if made == 3 and allred.rank() == 1:
+            supervisor.request_stop()
+        while made == 3 and allred.rank() == 0 and not allred.checkpoint.list_complete(sys.argv[1]):
+            time.sleep(0.01)  # so that this update follows the checkpoint that the other worker requests
+        opt.step([w], [np.ones(3)])
+        made += 1
+print("ended at", session.step, w[0], flush=True)
+"""
+
+
+def test_the_last_checkpoint_has_updates_that_follow_a_stop_request(tmp_path):
+    """Of another worker, in mode ps with policy async."""
+    result = mpirun(3, "-c", STOP, tmp_path, env={"ALLRED_MODE": "ps", "ALLRED_CHECK_STEPS": "0"})
+    assert result.code == 0, result.text
+    newest = checkpoint.newest(tmp_path)
+    step = checkpoint.read_manifest(newest).step
+    assert result.out.splitlines() == [f"ended at {step} {-float(step)}"] * 2, result.text
+    assert (checkpoint.read_checkpoint(newest).params["0"] == -step).all()
+
+
 @pytest.mark.parametrize(
     ("way", "code", "step"), [("raise", 1, 3), pytest.param("exit 3", 3, 3, marks=pytest.mark.full), ("end", 0, 6)]
 )

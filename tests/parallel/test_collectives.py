@@ -1,5 +1,7 @@
 """The contract of a communicator, the same for every backend. Expected values are closed forms of rank and size."""
 
+import re
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -400,6 +402,48 @@ def test_bad_input_is_the_same_error_on_all_ranks_and_the_communicator_goes_on(c
             (operation(comm) if comm.rank == odd else comm.allreduce(np.ones(3))).wait()
         assert len(set(allred.allgather_object(str(error.value)))) == 1
     assert comm.allreduce(np.ones(3), allred.Sum).wait().tolist() == [comm.size] * 3
+
+
+class RaisesOn:
+    """An object that raises an exception where rank `rank` unpickles it."""
+
+    def __init__(self, rank, error):
+        self.state = rank, error
+
+    def __reduce__(self):
+        return raise_on, self.state
+
+
+def raise_on(rank, error):
+    if allred.rank() == rank:
+        raise error
+    return "unpickled"
+
+
+@pytest.mark.parametrize("error", [KeyError("name"), MemoryError("large"), InputError("of the program")])
+@pytest.mark.parametrize("way", ["broadcast_object", "allgather_object", "after others"])
+def test_an_exception_of_unpickling_fails_only_this_call_on_this_rank(comm, way, error):
+    value, odd = RaisesOn(comm.size - 1, error), comm.rank == comm.size - 1
+    before = comm.allreduce(np.ones(3), allred.Sum) if way == "after others" else None
+    if way == "allgather_object":
+        work, unpickles, expected = comm.allgather_object(value), True, ["unpickled"] * comm.size
+    else:
+        work, unpickles, expected = comm.broadcast_object(value, 0), comm.rank != 0, "unpickled"
+    after = comm.allreduce(np.ones(3), allred.Sum)
+    if odd and unpickles:
+        for _ in range(2):
+            with pytest.raises(type(error), match=re.escape(str(error))):
+                work.wait()
+    else:
+        assert work.wait() == expected if unpickles else work.wait() is value
+    for each in filter(None, (before, after)):
+        assert each.wait().tolist() == [comm.size] * 3
+    assert comm.allgather_object(comm.rank).wait() == list(range(comm.size))
+
+
+def test_an_error_of_allred_is_an_object_like_others(comm):
+    error = comm.broadcast_object(InputError("as a value")).wait()
+    assert (type(error), str(error)) == (InputError, "as a value")
 
 
 def ones(*shape, dtype=np.float64):

@@ -29,7 +29,7 @@ def case(servers):
 
 
 class Net(nn.Module):
-    """With a buffer, and with a layer that no optimizer trains."""
+    """With a buffer, extra state, and a layer that no optimizer trains."""
 
     def __init__(self, seed=0, dtype=torch.float32):
         super().__init__()
@@ -37,7 +37,14 @@ class Net(nn.Module):
         self.layers = nn.Sequential(nn.Linear(20, 300), nn.Tanh(), nn.Linear(300, 30), nn.Tanh(), nn.Linear(30, 3))
         self.fixed = nn.Linear(20, 20)
         self.register_buffer("passes", torch.zeros(()))
+        self.made_with = seed
         self.to(dtype)
+
+    def get_extra_state(self):
+        return {"seed": self.made_with}
+
+    def set_extra_state(self, state):
+        self.made_with = state["seed"]
 
     def forward(self, x):
         self.passes += 1

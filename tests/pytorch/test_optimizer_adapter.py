@@ -1,5 +1,5 @@
-"""`UntrainedTensors`, the buffers and untrained parameters of a module, and states of other optimizers, without other
-ranks."""
+"""`UntrainedState`, what `state_dict()` of a module returns beside trained parameters, and states of other optimizers,
+without other ranks."""
 
 import pytest
 
@@ -7,12 +7,14 @@ torch = pytest.importorskip("torch")
 
 from allred.errors import InputError  # noqa: E402
 from allred.optim.base import optimizer_kind  # noqa: E402
-from allred.torch.optimizer_adapter import OptimizerAdapter, UntrainedTensors  # noqa: E402
+from allred.torch import untrained_state  # noqa: E402
+from allred.torch.optimizer_adapter import OptimizerAdapter  # noqa: E402
+from allred.torch.untrained_state import UntrainedState  # noqa: E402
 
 
 def other_tensors(size):
     module = torch.nn.Sequential(torch.nn.Linear(2, size), torch.nn.BatchNorm1d(size))
-    return UntrainedTensors(module, {id(parameter) for parameter in module.parameters()})
+    return UntrainedState(module, module.parameters())
 
 
 def test_buffers_of_another_shape_are_an_error_with_both_shapes():
@@ -48,6 +50,22 @@ def test_integer_buffers_do_not_take_floats():
     state["1.running_mean"] = state["1.running_mean"].double()
     tensors.load_state_dict(state)
     assert tensors.state_dict()["1.num_batches_tracked"] == 2
+
+
+def test_entries_that_the_module_does_not_load_are_named(monkeypatch):
+    printed = []
+    monkeypatch.setattr(untrained_state.log, "warning", printed.append)
+    module = torch.nn.Linear(2, 1)
+    module.register_state_dict_post_hook(lambda module, state, prefix, _: state.update({f"{prefix}version": 3}))
+    state = UntrainedState(module, module.parameters())
+    assert state.state_dict() == {"version": 3}
+    state.load_state_dict({"version": 2})
+    assert printed == [
+        "'version' of the module's state_dict() is not restored or broadcast, because load_state_dict() of Linear "
+        "does not know it"
+    ]
+    state.load_state_dict({})
+    assert "the checkpoint has no 'version' of the module's state_dict()" in printed[1]
 
 
 class RenamedSGD(torch.optim.SGD):

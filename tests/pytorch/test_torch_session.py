@@ -1,5 +1,5 @@
 """Sessions with torch modules, optimizers, schedules and loaders: session_torch_program.py, in one job of 2 ranks,
-which takes about 12 s of CPU time."""
+which takes about 16 s of CPU time."""
 
 import functools
 import pathlib

@@ -17,7 +17,7 @@ import numpy as np
 
 from allred.arrays import Array, as_bytes
 from allred.comm.ops import ReduceOp, narrow, widen
-from allred.comm.work import Steps
+from allred.comm.work import Steps, UserCodeError
 from allred.errors import AllredError, InputError
 from allred.gpu.fusion_buffers import GpuFusionBuffer
 from allred.gpu.streams import Completion, Device, StreamLease
@@ -120,16 +120,28 @@ class Backend(ABC):
         yield from self.allgather(as_bytes(length), as_bytes(lengths), [length.nbytes] * self.size)
         everything = np.empty(int(lengths.sum()), np.uint8)
         yield from self.allgather(data, everything, lengths.tolist())
-        return [pickle.loads(part.data) for part in np.split(everything, np.cumsum(lengths)[:-1])]
+        return [unpickle(part) for part in np.split(everything, np.cumsum(lengths)[:-1])]
 
     def broadcast_object(self, data: Array, root: int) -> Steps[Any]:
         """Return the root's object. data: this rank's pickled object; only the root's is used."""
+        return unpickle((yield from self.broadcast_pickle(data, root)))
+
+    def broadcast_pickle(self, data: Array, root: int) -> Steps[Array]:
+        """As `broadcast_object`, but return the pickle."""
         length = np.array([data.nbytes], np.int64)
         yield from self.broadcast(as_bytes(length), root)
         if self.rank != root:
             data = np.empty(int(length[0]), np.uint8)
         yield from self.broadcast(data, root)
+        return data
+
+
+def unpickle(data: Array) -> Any:
+    """Return the object of a pickle. For the end of an operation. Raises UserCodeError."""
+    try:
         return pickle.loads(data.data)
+    except Exception as error:  # of any class: code of the user
+        raise UserCodeError(error) from error
 
 
 def pickled(value: Any) -> Array:

@@ -6,10 +6,12 @@ from typing import Any
 import torch
 
 from allred.errors import InputError
+from allred.session import state_pickle
 from allred.torch.elastic.object_state import ObjectState
 from allred.torch.elastic.sampler import ElasticSampler
 from allred.torch.horovod.basics import rank
 from allred.torch.horovod.state_broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from allred.torch.untrained_state import UntrainedState
 
 
 class StateHandler:
@@ -71,7 +73,10 @@ class ModelStateHandler(StateDictHandler):
     """Handles a torch.nn.Module."""
 
     def sync(self) -> None:
-        broadcast_parameters(self.value.state_dict(), root_rank=0)
+        state = UntrainedState(self.value, ())
+        broadcast_parameters(state.tensors(), root_rank=0)
+        if others := state.others():
+            state.load_others(state_pickle.loads(broadcast_object(state_pickle.dumps(others))))
 
 
 class OptimizerStateHandler(StateDictHandler):
