@@ -30,7 +30,7 @@ from allred.comm.arguments import (
     target_of,
     wire_code,
 )
-from allred.comm.backends.backend import Backend, pickled, unpickle
+from allred.comm.backends.backend import Backend, pickled, pickled_parts, unpickle
 from allred.comm.device_collectives import DeviceCollectives
 from allred.comm.group import Group
 from allred.comm.header import OpDescriptor, quoted
@@ -334,12 +334,12 @@ class Communicator(Group):
 
         def steps() -> Steps[Any]:
             source = root_index(root, self.ranks)
-            data = pickled(value if self.rank == source else None)
+            parts = pickled_parts(value if self.rank == source else None)
             title = f"broadcast_object(root={self.ranks[source]}){quoted(name)}"
             descriptor = OpDescriptor("broadcast_object", name, title, root=self.ranks[source])
             group, _ = yield from self.agree(descriptor)
-            received = yield from group.backend.broadcast_pickle(data, self.root_in(group, source, descriptor))
-            return value if self.rank == source else unpickle(received)
+            received = yield from group.backend.broadcast_pickle(parts, self.root_in(group, source, descriptor))
+            return value if self.rank == source else unpickle(*received)
 
         return self.start("broadcast_object", name, steps())
 

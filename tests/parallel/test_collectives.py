@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import allred
+from allred import nest
 from allred.errors import InputError, MismatchError
 
 FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
@@ -418,6 +419,32 @@ def raise_on(rank, error):
     if allred.rank() == rank:
         raise error
     return "unpickled"
+
+
+def test_objects_with_large_arrays_are_equal_on_all_ranks_and_their_own(comm):
+    line = np.arange(30_000.0)
+    frozen = line.copy()
+    frozen.flags.writeable = False
+    value = {
+        "twice": [line, line],
+        "frozen": frozen,
+        "layouts": (line.reshape(200, 150).T, line[::2], line[::-1], np.asfortranarray(line.reshape(200, 150))),
+        "bfloat16": np.ones(40_000, ml_dtypes.bfloat16),
+        "objects": np.array([line, None, "x"], object),
+        "small": [np.zeros((0, 3)), np.float32(1), np.array(2), 3, b"x" * 100_000],
+    }
+    for root in (0, comm.size - 1):
+        found = comm.broadcast_object(value if comm.rank == root else None, root).wait()
+        assert (found is value) == (comm.rank == root)
+        assert found["twice"][0] is found["twice"][1]
+        for (name, got), (_, expected) in zip(nest.leaves(found), nest.leaves(value), strict=True):
+            if isinstance(expected, np.ndarray) and not expected.dtype.hasobject:
+                assert got.dtype == expected.dtype, name
+                assert np.array_equal(got, expected), name
+        found["twice"][0] += 1  # a copy that can be changed
+        if comm.rank == root:
+            line -= 1
+        assert np.array_equal(found["twice"][0], line + (comm.rank != root))
 
 
 @pytest.mark.parametrize("error", [KeyError("name"), MemoryError("large"), InputError("of the program")])

@@ -10,7 +10,7 @@ A communicator has one host backend, which exchanges the headers of all operatio
 import itertools
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +26,8 @@ from allred.timeline.recorder import Track
 if TYPE_CHECKING:
     from allred.comm.backends.shm import ShmBackend
     from allred.native._kernels import Segment
+
+_LARGE_BYTES = 2**16  # of an array that is sent beside the pickle of an object
 
 
 class Backend(ABC):
@@ -110,8 +112,7 @@ class Backend(ABC):
     def close(self, sound: bool) -> None:  # noqa: B027  (optional)
         """Release all resources; collective. sound: every operation is complete, so that MPI objects can be freed."""
 
-    # Picklable objects: for settings, state and error messages, not for speed. Unpickling can run any code: the ranks
-    # of one job trust each other, as everywhere in MPI.
+    # Picklable objects. Unpickling can run any code: the ranks of one job trust each other, as everywhere in MPI.
 
     def allgather_object(self, data: Array) -> Steps[list[Any]]:
         """Return the objects of all ranks in rank order. data: this rank's pickled object."""
@@ -124,29 +125,52 @@ class Backend(ABC):
 
     def broadcast_object(self, data: Array, root: int) -> Steps[Any]:
         """Return the root's object. data: this rank's pickled object; only the root's is used."""
-        return unpickle((yield from self.broadcast_pickle(data, root)))
+        return unpickle(*(yield from self.broadcast_pickle([data], root)))
 
-    def broadcast_pickle(self, data: Array, root: int) -> Steps[Array]:
-        """As `broadcast_object`, but return the pickle."""
-        length = np.array([data.nbytes], np.int64)
-        yield from self.broadcast(as_bytes(length), root)
+    def broadcast_pickle(self, parts: list[Array], root: int) -> Steps[list[Array]]:
+        """Return the root's pickle and its buffers. parts: the result of `pickled_parts`; only the root's is used."""
+        lengths = np.array([parts[0].nbytes, len(parts) - 1], np.int64)
+        yield from self.broadcast(as_bytes(lengths), root)
+        nbytes = [int(lengths[0])]
+        if lengths[1]:
+            more = np.array([part.nbytes for part in parts[1:]] if self.rank == root else [0] * lengths[1], np.int64)
+            yield from self.broadcast(as_bytes(more), root)
+            nbytes += more.tolist()
         if self.rank != root:
-            data = np.empty(int(length[0]), np.uint8)
-        yield from self.broadcast(data, root)
-        return data
+            parts = [np.empty(count, np.uint8) for count in nbytes]
+        for part in parts:
+            yield from self.broadcast(part, root)
+        return parts
 
 
-def unpickle(data: Array) -> Any:
+def unpickle(data: Array, *buffers: Array) -> Any:
     """Return the object of a pickle. For the end of an operation. Raises UserCodeError."""
     try:
-        return pickle.loads(data.data)
+        return pickle.loads(data.data, buffers=buffers)
     except Exception as error:  # of any class: code of the user
         raise UserCodeError(error) from error
 
 
 def pickled(value: Any) -> Array:
+    return _pickle(value, None)
+
+
+def pickled_parts(value: Any) -> list[Array]:
+    """Return the pickle of an object, and the memory of its large arrays, which is not copied into the pickle."""
+    buffers: list[Array] = []
+
+    def is_in_pickle(buffer: pickle.PickleBuffer) -> bool:
+        memory = buffer.raw()
+        if memory.nbytes >= _LARGE_BYTES:
+            buffers.append(np.frombuffer(memory, np.uint8))
+        return memory.nbytes < _LARGE_BYTES
+
+    return [_pickle(value, is_in_pickle), *buffers]
+
+
+def _pickle(value: Any, callback: Callable[[pickle.PickleBuffer], Any] | None) -> Array:
     try:
-        return np.frombuffer(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), np.uint8)
+        return np.frombuffer(pickle.dumps(value, pickle.HIGHEST_PROTOCOL, buffer_callback=callback), np.uint8)
     except Exception as error:
         raise InputError(f"a {type(value).__name__} cannot be pickled ({error})") from error
 
