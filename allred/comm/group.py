@@ -216,7 +216,11 @@ class Group:
         assert self.queue.advancing is not None
         started_later, place = tuple(self.queue.started_later(self.queue.advancing, _MAX_LATER)), self._place()
         mine = dataclasses.replace(
-            descriptor, found_at=place, place=place if self.checks_places else "", started_later=started_later
+            descriptor,
+            found_at=place,
+            place=place if self.checks_places else "",
+            earlier=self.queue.earlier,
+            started_later=started_later,
         )
         descriptors = yield from self.backend.allgather_object(pickled(mine))
         if self.make_subgroup is None or any(each.kind == "shutdown" for each in descriptors):

@@ -66,6 +66,7 @@ class OpDescriptor:
     problem: str = ""
     place: str = ""  # the line of the program, "train.py:87", if it must agree
     found_at: str = ""  # the same, found after the ranks disagree
+    earlier: str = ""  # the errors of earlier operations
     started_later: tuple[str, ...] = ()  # kind and name of the operations that this rank started after it
 
     @property
@@ -168,7 +169,9 @@ def verdict(calls: list[OpDescriptor], ranks: Sequence[int] | None = None) -> Al
     ranks: the numbers of the ranks; default: 0, 1, ..."""
     error = _verdict(calls, range(len(calls)) if ranks is None else ranks)
     if isinstance(error, MismatchError) and any(call.found_at for call in calls):
-        return MismatchError(f"{error}\n  called at {by_rank([call.found_at or '?' for call in calls], ranks)}")
+        places = by_rank([call.found_at or "?" for call in calls], ranks)
+        earlier = next((f"\n  {call.earlier}" for call in calls if call.earlier), "")
+        return MismatchError(f"{error}\n  called at {places}{earlier}")
     return error
 
 

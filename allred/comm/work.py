@@ -39,6 +39,7 @@ _AWAKE_S = 0.1  # without progress for this long, start to sleep
 _SLEEP_SHARE = 0.01  # a sleep, as a share of the time since the last progress: it hardly prolongs a wait
 _LONGEST_SLEEP_S = 0.01
 _LOST_S = 2.0  # without progress, until a lost connection is an error: the watcher may report its cause before
+_ERROR_CHARS = 200  # of an earlier error in later ones
 _MAX_UNCHECKED = 64  # started operations, possibly complete, before the queue checks them
 _TWO_THREADS = "two threads use allred at once; use one, so that all ranks have the same order of operations"
 _IN_ITSELF = (
@@ -198,6 +199,7 @@ class Work(Generic[T]):
         except StopIteration as stop:
             self._finish(stop.value)
         except AllredError as error:  # the same error on all ranks: the next operation can run
+            self._queue.record_error(error)
             self._finish(None, error)
         except UserCodeError as failure:
             self._finish(None, failure.error)
@@ -228,6 +230,7 @@ class WorkQueue:
         self.waited_for_peers_s = 0.0
         self.waited_s = 0.0  # total, including waits for peers
         self.poisoned = ""
+        self._errors, self._last_error = 0, ""  # that operations have raised
         self.idle = True
         self.quiet = False  # whether long waits are intended: no warnings
         self.awaited: Awaited | None = None  # the ranks that it waits for, if known
@@ -310,7 +313,7 @@ class WorkQueue:
                     taken, last_progress = (self.steps_taken, pending.progress_count), now
                 peers = pending.waits_for_peers
                 if now - last_progress > _AWAKE_S:
-                    long_wait = long_wait or Wait(self.describe(), self.quiet, self.members)
+                    long_wait = long_wait or Wait(self.describe(), self.quiet, self.members, earlier=self.earlier)
                     long_wait.report(now - start, peers)
                     time.sleep(min(_SLEEP_SHARE * (now - last_progress), _LONGEST_SLEEP_S))
                 else:
@@ -319,7 +322,8 @@ class WorkQueue:
                 if peers:
                     self.waited_for_peers_s += now - before
                 if now > deadline:
-                    outcome = Wait(self.describe(), self.quiet, awaited=self.awaited).at_limit(limit_s)
+                    wait = Wait(self.describe(), self.quiet, awaited=self.awaited, earlier=self.earlier)
+                    outcome = wait.at_limit(limit_s)
                     if isinstance(outcome, Exception):
                         self.poison(f"{self._works[0].title} timed out after {limit_s:g} s")
                         exit_protocol.stuck()
@@ -348,6 +352,21 @@ class WorkQueue:
             return self._works[0].title
         call, number = self._works[0].described
         return call().describe(number())
+
+    def record_error(self, error: AllredError) -> None:
+        """Record an error of an operation, or of the checks that follow it. The program may catch it; later errors name
+        it."""
+        if not hasattr(error, "is_recorded"):
+            error.is_recorded = True  # type: ignore[attr-defined]
+            self._errors += 1
+            self._last_error = f"{type(error).__name__}: {error}".partition("\n")[0][:_ERROR_CHARS]
+
+    @property
+    def earlier(self) -> str:
+        """The errors so far as text, for messages; "" if there is none."""
+        if self._errors < 2:
+            return f"an earlier operation failed: {self._last_error}" if self._errors else ""
+        return f"{self._errors} earlier operations failed, the last one: {self._last_error}"
 
     def poison(self, reason: str) -> None:
         """Refuse all further operations: an MPI operation cannot be cancelled, and the ranks no longer match."""

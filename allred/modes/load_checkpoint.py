@@ -12,6 +12,7 @@ from allred.checkpoint import SavedTensors
 from allred.errors import AllredError, CheckpointError, InputError
 from allred.gpu import device_arrays as gpu
 from allred.optim.base import Optimizer, optimizer_kind
+from allred.ps.variable import checkpoint_names
 
 
 def load_newest(
@@ -39,12 +40,13 @@ def load_newest(
         return None
     path, content = found
     _check_optimizer(optimizer, content, path)
-    named, state = nest.leaves(params), content.meta["optimizer"]
+    named, paths = _named_as_in(content, nest.leaves(params))
+    slots, state = {paths.get(name, name): part for name, part in content.slots.items()}, content.meta["optimizer"]
     _check_parameters(named, content.params, path)
     try:
         extra = checkpoint.unpickle_extra(content.pickled)
         check_extra(extra, path)
-        load_state(checkpoint.unpickle_state(content.pickled) if state is None else {**state, "slots": content.slots})
+        load_state(checkpoint.unpickle_state(content.pickled) if state is None else {**state, "slots": slots})
     except AllredError:
         raise
     except Exception as error:  # of load_state_dict or __setstate__ of the program's classes
@@ -55,6 +57,15 @@ def load_newest(
     for name, leaf in named:
         gpu.fill(leaf, content.params[name])
     return content.step, extra
+
+
+def _named_as_in(content: SavedTensors, named: list[nest.Leaf]) -> tuple[list[nest.Leaf], dict[str, str]]:
+    """Return the parameters with their names in a checkpoint, and {name: path} where these differ. Earlier versions
+    saved variables under their paths."""
+    names = checkpoint_names(named)
+    if content.params.keys().isdisjoint(names.values()):
+        return named, {}
+    return [(names.get(path, path), leaf) for path, leaf in named], {name: path for path, name in names.items()}
 
 
 def _check_optimizer(optimizer: Any, content: SavedTensors, path: pathlib.Path) -> None:

@@ -17,7 +17,7 @@ from allred import log, nest
 from allred.comm import functions
 from allred.comm.header import hash_text
 from allred.comm.ops import Compression, ReduceOp
-from allred.errors import AllredError, CheckpointError, InputError
+from allred.errors import AllredError, CheckpointError, InputError, MismatchError, NonFiniteError
 from allred.modes.clipping import Clipper
 from allred.modes.detect.mistake_checks import restored, updates_of
 from allred.modes.load_checkpoint import load_newest
@@ -194,8 +194,12 @@ class DistributedOptimizer:
         if problem:  # the other ranks receive it in the header exchange
             tensors, leaves, values, samples, plain = [], [], [], None, False
             self._accumulator.clear()
-        with span("step", self.name), self._step_within:
-            mode.step(_new_input((params, grads, tensors, leaves, values, samples, problem, plain)))
+        try:
+            with span("step", self.name), self._step_within:
+                mode.step(_new_input((params, grads, tensors, leaves, values, samples, problem, plain)))
+        except (InputError, MismatchError, NonFiniteError) as error:
+            functions.current(self.process_set).queue.record_error(error)
+            raise
 
     def reduce(self, name: str, grad: Any, samples: int | None = None) -> None:
         """Start to reduce one gradient of the next step, while others are still computed.

@@ -32,7 +32,7 @@ from allred.ps.context import Context
 from allred.ps.placement import place
 from allred.ps.protocol import ServerStatistics, Statistics
 from allred.ps.shard import Parts
-from allred.ps.variable import describe, places
+from allred.ps.variable import checkpoint_names, describe, places
 from allred.watch import exit as exit_protocol
 from allred.wording import count
 
@@ -63,6 +63,7 @@ class PsMode(Mode):
         self._loaded = self._has_sent_state = False
         self._stop_requested = self._finished = False
         self._process = os.getpid()
+        self._names: dict[str, str] = {}  # in checkpoints, of parameters that have another name there
         self._final_save: Callable[[], str] | None = None  # of a session, instead of a checkpoint in checkpoint_dir
         self._steps_before: int | None = None  # step of the restored checkpoint; None: ask the servers
         self._steps, self._start = 0, 0.0
@@ -127,7 +128,7 @@ class PsMode(Mode):
 
         options, settings = self._options, self._context.config
         named = [(tensor.name, leaf) for tensor, leaf in zip(tensors, leaves, strict=True)]
-        given = places(named)
+        given, self._names = places(named), checkpoint_names(named)
         if given and options.placement is not None:
             raise InputError(
                 f"{title}: '{next(iter(given))}' was made inside allred.device, and allred.distributed was given a "
@@ -396,7 +397,7 @@ class PsMode(Mode):
     def _end(self) -> NoReturn:
         """A rank was asked to stop: one worker writes a checkpoint, then all leave the training loop."""
         root, client = self._context.config.checkpoint_dir, self._servers
-        save = self._final_save or (None if root == "none" else lambda: client.save(root, self._meta))
+        save = self._final_save or (None if root == "none" else lambda: client.save(root, self._meta, self._names))
         result = "no checkpoint_dir is set, so nothing was saved"
         is_saver = client.begin_drain()
         if is_saver and save is not None:
@@ -412,7 +413,7 @@ class PsMode(Mode):
         if self._client is None:
             raise InputError(f"{self._options.name}.save(): the servers have no parameters yet; call broadcast(params)")
         client = self._client
-        return lambda directory: client.save(directory, self._meta, extra)
+        return lambda directory: client.save(directory, self._meta, self._names, extra)
 
     @property
     def update_interrupted(self) -> bool:

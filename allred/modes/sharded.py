@@ -30,6 +30,7 @@ from allred.comm.header import hash_text, mix
 from allred.fusion import Tensor
 from allred.optim.base import Optimizer, optimizer_kind, splittable
 from allred.optim.step_input import PendingUpdates, Slots
+from allred.ps import variable
 
 _CUT = 16  # elements; slices begin at multiples of it within a tensor
 
@@ -269,6 +270,8 @@ def share(params: Any, title: str) -> Any:
         target = block.empty(leaf.shape, leaf.dtype) if type(leaf) is np.ndarray and id(leaf) not in tied else leaf
         if target is not leaf and functions.current().number == block.ranks[0]:
             target[...] = leaf
+        if target is not leaf:
+            variable.move(leaf, target)
         shared.append(target)
     functions.current().barrier().wait()
     return nest.rebuild(params, shared)

@@ -30,6 +30,7 @@ from allred.modes.overlap import Overlap
 from allred.modes.reducer import Agreement, Reducer, writable
 from allred.modes.sharded import new_sharded_update, share
 from allred.optim.base import Optimizer, load_new_state
+from allred.ps.variable import checkpoint_names
 from allred.timeline.recorder import span
 from allred.wording import count
 
@@ -270,16 +271,19 @@ class SyncMode(Mode):
 
     def save(self, params: Any, extra: Any, copy: bool) -> Callable[[str], str]:
         with arena.paused():
-            state, step = self._optimizer.state_dict(), self.global_step
+            state, step, named = self._optimizer.state_dict(), self.global_step, nest.leaves(params)
+            names = checkpoint_names(named)
             entries = [
-                checkpoint.whole(name, np.array(to_host(leaf)) if copy else to_host(leaf))
-                for name, leaf in nest.leaves(params)
+                checkpoint.whole(names.get(path, path), np.array(to_host(leaf)) if copy else to_host(leaf))
+                for path, leaf in named
             ]
         meta: dict[str, Any] = {"optimizer": None, **self._meta}
         if isinstance(self._optimizer, Optimizer):
             slots = state.pop("slots")
             entries += [
-                checkpoint.whole(n, to_host(value), slot) for n, part in slots.items() for slot, value in part.items()
+                checkpoint.whole(names.get(path, path), to_host(value), slot)
+                for path, part in slots.items()
+                for slot, value in part.items()
             ]
             meta["optimizer"] = state
         else:

@@ -199,12 +199,12 @@ class Control:
         entries = []
         for index, piece in enumerate(shard.layout.pieces):
             tensor = shard.layout.tensors[piece.tensor]
-            held = slots.get(index, {})
-            stored_slots = {checkpoint.stored_slot(tensor.name, slot): data for slot, data in held.items()}
+            held, name = slots.get(index, {}), request.names.get(tensor.name, tensor.name)
+            stored_slots = {checkpoint.stored_slot(name, slot): data for slot, data in held.items()}
             for slot, data in {"": shard.parameter(index), **stored_slots}.items():
                 whole = data.size != piece.stop - piece.start
                 shape, start, stop = (data.shape, 0, data.size) if whole else (tensor.shape, piece.start, piece.stop)
-                entry = checkpoint.Entry(tensor.name, slot, data.dtype.name, shape, start, stop)
+                entry = checkpoint.Entry(name, slot, data.dtype.name, shape, start, stop)
                 entries.append((entry, data.reshape(-1)))
         if not isinstance(self._optimizer, Optimizer):
             if self._context.servers > 1:

@@ -152,9 +152,11 @@ class SetStep(ControlRequest, title="the number of the step"):
 
 
 class Save(ControlRequest):
-    """Write this server's part of a checkpoint. Reply: (shard, optimizer's state, version). extra: one more entry."""
+    """Write this server's part of a checkpoint. Reply: (shard, optimizer's state, version). names: of tensors that have
+    another name in checkpoints. extra: one more entry."""
 
     directory: Path
+    names: dict[str, str]
     extra: tuple[checkpoint.Entry, Array] | None = None
 
 

@@ -1,8 +1,10 @@
-"""Variables with a device, as in TensorFlow: arrays for which the program chooses a parameter server.
+"""Variables with a name and a device, as in TensorFlow: arrays for which the program chooses a parameter server.
 
-The optimizer that trains them takes these choices (`places`) as its placement. There is no other store of variables.
+The optimizer that trains them takes these choices (`places`) as its placement, and checkpoints take the names. There is
+no other store of variables.
 """
 
+import collections
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -32,8 +34,9 @@ def variable(value: Any, name: str = "", dtype: Any = None) -> Array:
     It is a numpy array, this worker's copy, which `opt.step` and `opt.pull` update. Pass the array itself to the
     optimizer, not a copy. With "/job:ps" without a task, or without a device, the optimizer places it.
 
-    value: an array or number, or a function without arguments that returns it. name: used in messages. dtype: default
-    that of the value.
+    value: an array or number, or a function without arguments that returns it. name: used in messages, and in
+        checkpoints if the parameters are a list or tuple, which gives its members no names, and if it is unique. dtype:
+        default that of the value.
     Raises InputError for a device that is not in the cluster, or is another worker.
     """
     array = np.array(value() if callable(value) else value, dtype=dtype)
@@ -72,6 +75,28 @@ def places(named: Iterable[tuple[str, Any]]) -> dict[str, int]:
         if place is not None and place.job == SERVERS and place.task is not None:
             found[name] = place.task
     return found
+
+
+def checkpoint_names(named: Iterable[tuple[str, Any]]) -> dict[str, str]:
+    """Return {path: name in checkpoints} of the leaves that the program has named only by `variable`: their paths have
+    no key of a dict. A name that is not unique is not used.
+
+    >>> checkpoint_names([("0", w := variable([1.0], name="w")), ("layer.w", w), ("1", 2.0)])
+    {'0': 'w'}
+    """
+    named = list(named)
+    given = {path: _known[id(leaf)][1] for path, leaf in named if id(leaf) in _known}
+    given = {path: name for path, name in given.items() if name and path.replace(".", "0").isdecimal() | (not path)}
+    uses = collections.Counter(given.get(path, path) for path, _ in named)
+    return {path: name for path, name in given.items() if uses[name] == 1}
+
+
+def move(old: Any, new: Array) -> None:
+    """Give the array `new` the name and place of the variable `old`, which it replaces."""
+    if id(old) in _known:
+        _, name, place = _known[id(old)]
+        key = id(new)
+        _known[key] = weakref.ref(new, lambda _: _known.pop(key, None)), name, place
 
 
 def describe(named: Iterable[tuple[str, Any]]) -> list[str]:

@@ -370,16 +370,16 @@ class Client:
         """The version at server 0 of this worker's parameters, from the last pull or broadcast."""
         return self._links[0].version
 
-    def save(self, root: str, meta: dict[str, str], extra: Any = None) -> str:
-        """Write a checkpoint in `root` and return its path. meta: for its manifest. extra: an object that is pickled
-        into it."""
+    def save(self, root: str, meta: dict[str, str], names: dict[str, str], extra: Any = None) -> str:
+        """Write a checkpoint in `root` and return its path. meta: for its manifest. names: see protocol.Save. extra: an
+        object that is pickled into it."""
         title = f"a checkpoint in {root}"
         entry = None if extra is None else checkpoint.pickled_extra(extra)
         step, _ = self.step_and_version()
         directory = checkpoint.begin(root, step)
         try:
-            others = [protocol.Save(directory)] * (len(self._links) - 1)
-            saved = self.call_each([protocol.Save(directory, entry), *others], title)
+            others = [protocol.Save(directory, names)] * (len(self._links) - 1)
+            saved = self.call_each([protocol.Save(directory, names, entry), *others], title)
             versions = [version for *_, version in saved]
             manifest = {**meta, "optimizer": saved[0][1], "versions": versions}
             path = str(checkpoint.commit(directory, step, [shard for shard, *_ in saved], manifest))

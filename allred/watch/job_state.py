@@ -5,11 +5,14 @@ The watcher of the chief's node has the `JobState`; the other watchers send thei
 
     joined host                  the rank is watched from now on
     role text                the rank's role for messages; after a ';', more for messages about its failure
-    waiting what, since_s, peers, quiet, members  it has waited in an operation for since_s seconds. peers: it waits for
-                                 ranks to begin it; quiet: a long wait is intended; members: its ranks; None: all
+    waiting what, since_s, peers, quiet, members, earlier
+                                 it has waited in an operation for since_s seconds. peers: it waits for ranks to begin
+                                 it; quiet: a long wait is intended; members: its ranks; None: all; earlier: errors of
+                                 operations before it, as the end of a line
     resumed                      its wait is over
     busy is_busy                 whether it does work without a time limit, for which the others wait
-    limit what, limit_s, servers, ranks  its wait has reached the time limit. No verdict if a rank is or just was busy.
+    limit what, limit_s, servers, ranks, earlier
+                                 its wait has reached the time limit. No verdict if a rank is or just was busy.
                                  servers: those that may delay the answer (stalls.py); ranks: those that cause the wait
     holds silent                 a server holds answers back: {rank: seconds since its last request} of the ranks that
                                  it waits for; sent repeatedly
@@ -347,9 +350,8 @@ class JobState:
         for rank, record in sorted(self._ranks.items()) if left else ():
             never_come = left if record.members is None else left.intersection(record.members)
             if never_come and record.waits_in and record.waits_for_peers and self._ranks.now >= record.since + LEFT_S:
-                return self._set_verdict_of_left(
-                    never_come, f"and will never call {record.waits_in}, in which rank {rank} waits"
-                )
+                never = f"and will never call {record.waits_in}, in which rank {rank} waits{record.earlier}"
+                return self._set_verdict_of_left(never_come, never)
 
     def _set_verdict_of_left(self, left: Collection[int], never: str) -> None:
         if gone := [rank for rank in left if rank in self._expendable.gone]:

@@ -47,6 +47,7 @@ class Stalls:
         record = self._ranks[rank]
         record.waits_in, record.since = event["what"], self._ranks.now - event["since_s"]
         record.waits_for_peers, record.members = event["peers"], event.get("members")
+        record.earlier = event.get("earlier", "")
         record.warn_at = float("inf") if event["quiet"] else record.since + self._warn_s
 
     def resumed(self, rank: int, event: Event) -> None:
@@ -148,8 +149,8 @@ class Stalls:
             self._ranks.announce(rank, text[:TEXT_CHARS], opens=True)
         elif self._ranks[rank].waits_in == what:
             self._warned = (rank, what)
-            waited = self._ranks.now - self._ranks[rank].since
-            self._ranks.print(rank, f"rank {rank} has waited for {waited:.0f} s in {what}\n{shown}")
+            waited, earlier = self._ranks.now - self._ranks[rank].since, self._ranks[rank].earlier
+            self._ranks.print(rank, f"rank {rank} has waited for {waited:.0f} s in {what}{earlier}\n{shown}")
 
     def _table(self) -> str:
         """The states of all ranks as a table, from the answers to the query."""
@@ -169,6 +170,7 @@ class Stalls:
         who = ", ".join(map(self._ranks.name, late))
         did = "did not answer" if set(late).issubset(purpose.get("servers", [])) else "made no request"
         cause = f"; {who} {did} in this time" if who else ""
+        cause += purpose.get("earlier", "")
         text = f"{purpose['what']}: not complete after {purpose['limit_s']:g} s{cause}\n{shown}"
         self._fail(rank, text, 1, timeout=True)
 

@@ -29,12 +29,18 @@ class Awaited:
 class Wait:
     """A long wait. `what`: the text of the operation. `quiet`: a long wait is intended, so there is no warning.
     `members`: the ranks of the operation, by their numbers in the world; None: all. `awaited`: the ranks that the wait
-    depends on, if known."""
+    depends on, if known. `earlier`: the errors of earlier operations, as text."""
 
     def __init__(
-        self, what: str, quiet: bool, members: Sequence[int] | None = None, awaited: Awaited | None = None
+        self,
+        what: str,
+        quiet: bool,
+        members: Sequence[int] | None = None,
+        awaited: Awaited | None = None,
+        earlier: str = "",
     ) -> None:
         self._what, self._quiet, self._is_reported = what, quiet, False
+        self._earlier = f"; {earlier}" if earlier else ""
         self._awaited = awaited or Awaited()
         self._members = None if members is None else list(members)
 
@@ -46,7 +52,8 @@ class Wait:
         watcher.read()
         if waited_s > min(REPORT_S, watcher.warn_s / 2) and not self._is_reported:
             what = self._what[:WHAT_CHARS]
-            watcher.send("waiting", what=what, since_s=waited_s, peers=peers, quiet=self._quiet, members=self._members)
+            more = {"members": self._members, "earlier": self._earlier}
+            watcher.send("waiting", what=what, since_s=waited_s, peers=peers, quiet=self._quiet, **more)
             self._is_reported = True
 
     def end(self) -> None:
@@ -57,7 +64,8 @@ class Wait:
         """Return the error for a wait that has reached its limit, with the state of all ranks if there are watchers;
         or the seconds for which the wait may continue, if a rank is `busy` or the awaited ranks make progress."""
         if (watcher := world.watcher()) is not None:
-            again_s = watcher.await_limit_verdict(self._what, limit_s, self._awaited.servers, self._awaited.ranks())
+            servers, ranks = self._awaited.servers, self._awaited.ranks()
+            again_s = watcher.await_limit_verdict(self._what, limit_s, servers, ranks, self._earlier)
             if again_s:
                 return again_s
             if watcher.has_error:
@@ -67,6 +75,7 @@ class Wait:
         return CollectiveTimeout(
             f"{self._what}: not complete after {limit_s:g} s; a rank is late, stopped or gone, or does not call this "
             "operation. If such a wait is intended, increase ALLRED_TIMEOUT_S, or wait inside allred.patience(seconds)"
+            f"{self._earlier}"
         )
 
 

@@ -262,18 +262,23 @@ class WatcherClient:
         self.read()
         return self.released or self.verdict is not None or not self.is_alive()
 
-    def await_limit_verdict(self, what: str, limit_s: float, servers: Sequence[int], ranks: Sequence[int]) -> float:
+    def await_limit_verdict(
+        self, what: str, limit_s: float, servers: Sequence[int], ranks: Sequence[int], earlier: str = ""
+    ) -> float:
         """Report a wait that has reached its limit, and await the verdict. Returns the seconds for which the wait may
         continue, if another rank is busy or the ranks were not silent for `limit_s`; 0.0 if there is an error to raise
-        or no answer. servers, ranks: see the event `limit` of job_state.py."""
+        or no answer. servers, ranks, earlier: see the event `limit` of job_state.py."""
         self._again_s = 0.0
-        self.report_limit(what, limit_s, servers, ranks)
+        self.report_limit(what, limit_s, servers, ranks, earlier)
         self._await(ANSWER_S, lambda: self.has_error or self._again_s > 0)
         return 0.0 if self.has_error else self._again_s
 
-    def report_limit(self, what: str, limit_s: float, servers: Sequence[int], ranks: Sequence[int] = ()) -> None:
+    def report_limit(
+        self, what: str, limit_s: float, servers: Sequence[int], ranks: Sequence[int] = (), earlier: str = ""
+    ) -> None:
         """Report a wait that has reached its limit. Arguments as for `await_limit_verdict`."""
-        self.send("limit", what=what[:_WORDS_CHARS], limit_s=limit_s, servers=list(servers), ranks=list(ranks))
+        more = {"servers": list(servers), "ranks": list(ranks), "earlier": earlier}
+        self.send("limit", what=what[:_WORDS_CHARS], limit_s=limit_s, **more)
 
     def await_verdict(self) -> None:
         """Wait for a verdict, at most ANSWER_S seconds."""

@@ -3,6 +3,8 @@
 import pytest
 from harness import mpirun, python
 
+from allred import checkpoint
+
 TRAIN = """
 import sys
 import numpy as np
@@ -143,6 +145,7 @@ def test_alone():
 
 
 VARIABLES = """
+import sys
 import numpy as np
 import allred
 
@@ -158,6 +161,7 @@ def train(server, **options):
     opt.broadcast(model)
     opt.step(model, [np.ones(1000), {"b": np.ones(10), "late": 2.0}])
     print(w[0], b[0], float(late), flush=True)
+    opt.save(sys.argv[1], model)
 
 cluster = allred.ClusterSpec({"ps": 2, "worker": 2})
 for part in range(3):
@@ -173,10 +177,11 @@ for part in range(3):
 """
 
 
-def test_variables_live_where_allred_device_has_put_them_if_that_is_clear():
+def test_variables_live_where_allred_device_has_put_them_if_that_is_clear(tmp_path):
     """Parts of a job: good places, a placement besides, and different places on the workers, which end the job."""
-    result = mpirun(4, "-c", VARIABLES)
+    result = mpirun(4, "-c", VARIABLES, tmp_path)
     assert result.code == 1, result.text
+    assert set(checkpoint.read_checkpoint(checkpoint.newest(tmp_path)).params) == {"weights", "1.b", "1.late"}
     words = "opt.broadcast(): '0' was made inside allred.device, and allred.distributed was given a placement"
     assert (result.out.count("-1.0 -1.0 -2.0\n"), result.out.count(words)) == (2, 2), result.text
     words = "allred.device around variables, or a function given as placement, must say the same on all ranks"

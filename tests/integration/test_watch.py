@@ -345,6 +345,33 @@ def test_a_rank_that_ends_well_while_the_others_wait_for_it(mpi):
     assert "has ended, and will never call allreduce(Average) #" in heard(result)[0], result.text
 
 
+SWALLOWED = """
+import numpy as np
+import allred
+
+allred.init(banner=False)
+w = np.zeros(3)
+opt = allred.distributed(allred.optim.SGD(lr=1.0))
+for step in range(3):
+    try:
+        w += allred.rank() * (step == 1)
+        opt.step([w], [np.ones(3)])
+    except ValueError:
+        continue  # a bad sample, the program supposes
+if allred.rank() == 0:
+    allred.barrier()
+"""
+
+
+def test_a_swallowed_error_is_named_by_the_last_one():
+    result = mpirun(2, "-c", SWALLOWED, env={"ALLRED_CHECK_STEPS": "1"}, timeout_s=40)
+    assert result.code == 1, result.text
+    words = "2 earlier operations failed, the last one: DriftError: opt.step(): the ranks have drifted apart"
+    assert re.search(
+        rf"rank 1 on \S+ has ended, and will never call barrier\(\) #\d+, .*; {re.escape(words)}", result.err
+    )
+
+
 @pytest.mark.parametrize("mpi", MPIS)
 def test_a_rank_that_ends_well_while_others_finish_what_it_has_done(mpi):
     """Rank 2 is slow to pass on to rank 3 what ranks 0 and 1 have already."""

@@ -473,6 +473,16 @@ def test_an_error_of_allred_is_an_object_like_others(comm):
     assert (type(error), str(error)) == (InputError, "as a value")
 
 
+def test_a_mismatch_names_an_earlier_error(comm):
+    """Which the program may have caught on some ranks without knowing it: it is a ValueError."""
+    with pytest.raises(ValueError, match="got NoneType"):
+        comm.allreduce(None).wait()
+    with pytest.raises(MismatchError) as error:
+        comm.allreduce(np.ones(3 + comm.rank)).wait()
+    earlier = r"\n  (an earlier operation failed|\d+ earlier operations failed, the last one): InputError: allreduce: "
+    assert re.search(earlier + "expected an array or a number, got NoneType$", str(error.value))
+
+
 def ones(*shape, dtype=np.float64):
     return np.ones(shape, dtype)
 

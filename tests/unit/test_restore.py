@@ -253,6 +253,63 @@ def test_slots_may_have_any_name(cls, container, extra, tmp_path):
     }
 
 
+def variables(*named):
+    return [allred.variable(np.full(2, value), name=name) for name, value in named]
+
+
+def test_variables_are_saved_and_restored_by_their_names(tmp_path):
+    """Not by their order in the list of parameters; parameters and slots."""
+    w, b = variables(("w", 1.0), ("b", 2.0))
+    opt = allred.distributed(optim.SGD(lr=1.0, momentum=0.9))
+    opt.step([w, b], [np.full(2, 0.25), np.full(2, 0.5)])
+    opt.save(tmp_path, [w, b])
+    content = checkpoint.read_checkpoint(checkpoint.newest(tmp_path))
+    assert (set(content.params), set(content.slots)) == ({"w", "b"}, {"w", "b"})
+    b, w = variables(("b", 0.0), ("w", 0.0))
+    again = allred.distributed(optim.SGD(lr=1.0, momentum=0.9))
+    assert again.restore(tmp_path, [b, w]) == 1
+    assert (w.tolist(), b.tolist()) == ([0.75] * 2, [1.5] * 2)
+    again.step([b, w], [np.zeros(2), np.zeros(2)])
+    assert (w.tolist(), b.tolist()) == ([0.75 - 0.225] * 2, [1.5 - 0.45] * 2)
+    odd = variables(("b", 0.0), ("v", 0.0))
+    with pytest.raises(CheckpointError, match="parameter 'v' of this model has shape"):
+        again.restore(tmp_path, odd)
+    with pytest.raises(CheckpointError, match="parameter '0' of this model has shape"):
+        again.restore(tmp_path, [np.zeros(2), np.zeros(2)])
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (lambda w, b: [w, b], {"w", "b"}),
+        (lambda w, b: (w, [b]), {"w", "b"}),
+        (lambda w, b: w, {"w"}),
+        (lambda w, b: {"b": w, "w": [b]}, {"b", "w.0"}),  # the program has named them by keys
+        (lambda w, b: [w, {"c": b}], {"w", "1.c"}),
+        (lambda w, b: [w, *variables(("w", 0.0), ("", 1.0), ("4", 2.0)), b.copy()], {"0", "1", "2", "3", "4"}),
+        (lambda w, b: [w[:1], b.copy()], {"0", "1"}),  # other arrays
+    ],
+)
+def test_names_in_checkpoints(make, names, tmp_path):
+    params = make(*variables(("w", 1.0), ("b", 2.0)))
+    opt = allred.distributed(optim.Adam())
+    opt.save(tmp_path, params)
+    content = checkpoint.read_checkpoint(checkpoint.newest(tmp_path))
+    assert set(content.params) == names
+    assert opt.restore(tmp_path, params) == 0
+
+
+def test_variables_of_checkpoints_of_earlier_versions(tmp_path):
+    """They were saved by their paths."""
+    opt = allred.distributed(optim.SGD(lr=1.0, momentum=0.9))
+    plain = [np.full(2, 3.0), np.full(2, 4.0)]
+    opt.step(plain, [np.ones(2), np.ones(2)])
+    opt.save(tmp_path, plain)
+    w, b = variables(("w", 0.0), ("b", 0.0))
+    assert opt.restore(tmp_path, [w, b]) == 1
+    assert (w.tolist(), b.tolist()) == ([2, 2], [3, 3])
+
+
 def test_a_slot_of_integers_does_not_take_floats(tmp_path):
     class Floats(OddSlots):
         kind = "OddBytes"

@@ -55,7 +55,12 @@ def test_a_variable_is_a_new_array_with_a_place_until_it_is_freed():
         "given a server, but not among the parameters of this optimizer, so they stay here: 'step', 'without a name'"
     )
     assert describe([("layer.w", w)]) == ["w: /job:ps/task:1/cpu:0", others]
-    del w, step, free
+    copies = [np.empty(1), np.empty(1)]
+    for each, copied in zip((w, value), copies, strict=True):
+        room.move(each, copied)
+    assert places([("a", copies[0]), ("b", copies[1])]) == {"a": 1}
+    assert room.checkpoint_names([("0", copies[0]), ("1", copies[1])]) == {"0": "w"}
+    del w, step, free, each, copied, copies
     gc.collect()
     assert len(room._known) == before
 

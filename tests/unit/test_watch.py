@@ -232,10 +232,14 @@ def test_a_rank_that_has_left_while_others_wait_for_it(its_process_ends):
     script.handle("resumed", 0, 10.5)
     script.tick(20.0)
     assert not script.messages
-    script.handle("waiting", 0, 30.0, what="barrier() #6", since_s=1.0, peers=True, quiet=False)
+    more = {"quiet": False, "earlier": "; an earlier operation failed: InputError: x"}
+    script.handle("waiting", 0, 30.0, what="barrier() #6", since_s=1.0, peers=True, **more)
     script.tick(31.0)
     text = script.take("verdict")[0][1]["text"]
-    assert text == "rank 2 on host2 has ended, and will never call barrier() #6, in which rank 0 waits"
+    assert text == (
+        "rank 2 on host2 has ended, and will never call barrier() #6, in which rank 0 waits; an earlier operation "
+        "failed: InputError: x"
+    )
 
 
 def test_a_rank_that_has_left_is_missed_only_where_it_belongs():
