@@ -15,9 +15,11 @@ from pathlib import Path
 from allred.channel import Channel, Message
 from allred.run.reports import Reports
 from allred.run.restarts import End
+from allred.watch import process_state
 
 REPORTS_S = 5.0  # for the last reports after mpirun has ended
 UNWIND_S = 10.0  # for processes that are left after mpirun has ended, such as ranks that write a checkpoint
+FIRST_LOOK_S, LOOK_S = 0.1, 1.0  # intervals of looks at the launcher's daemons: the first, and after doubling the last
 LOST_HOST_S = 10.0  # for mpirun to end after a host was lost: it may wait for that host forever
 TERMINATE_S = 5.0  # from SIGTERM to SIGKILL
 # The connection to a host that is lost fails after 10 + 4 * 5 s.
@@ -53,7 +55,11 @@ class Job:
         self._selector = selector
         self._links: dict[Channel, Reports] = {}
         self._reports: list[Reports] = []
-        self._lost_at = float("inf")  # when a host was lost
+        self._lost_at = float("inf")  # when a host or the daemon of the launcher was lost
+        self._lost = ""  # the daemon, with the ranks that are left
+        self._ranks: dict[int, list[int]] = {}  # of this host, by the daemon that started them
+        self._look_at, self._look_s = 0.0, FIRST_LOOK_S
+        self._kept, self._has_passed = False, False  # a SIGUSR1; whether the ranks have received it
         self._kill_at = float("inf")
 
     # Reports.
@@ -105,14 +111,42 @@ class Job:
 
     def send_signal(self, number: int) -> None:
         """Pass a signal on: as a stop request if there is a session, else to all ranks; before allred.init() to mpirun.
+        SIGUSR1, the warning of a batch system, is kept until it can be passed on without killing a rank.
 
         With a session, a rank could receive the signal after the session has ended on all ranks, and be killed."""
         if self.request_stop(signal.Signals(number).name):
+            return
+        if number == signal.SIGUSR1:
+            self._kept, self._has_passed = True, False
+            self._pass_kept()
             return
         for link in self._links:
             link.send({"kind": "signal", "number": number, "rank": None})
         if not self._links:
             self._process.send_signal(number)
+
+    def _pass_kept(self) -> None:
+        """Pass the kept SIGUSR1 on to the next session; before, once, to a program that handles it by itself."""
+        if self.request_stop(signal.SIGUSR1.name):
+            self._kept = False
+        elif self._has_passed:
+            pass
+        elif self._links:
+            self._has_passed = all(reports.have_joined for reports in self._links.values())
+            for link in self._links if self._has_passed else ():
+                link.send({"kind": "signal", "number": signal.SIGUSR1, "rank": None})
+        elif not self._reports:
+            ranks = [rank for _, children in self._daemons() for rank in children]
+            self._has_passed = bool(ranks) and all(process_state.handles(rank, signal.SIGUSR1) for rank in ranks)
+            if self._has_passed:
+                self._process.send_signal(signal.SIGUSR1)
+
+    def _daemons(self) -> list[tuple[int, list[int]]]:
+        """Return the launcher's processes on this host that start ranks, with these."""
+        children = _children()
+        starters = [self._process.pid, *children.get(self._process.pid, [])]
+        daemons = [pid for pid in starters if process_state.is_daemon(pid) or process_state.is_launcher(pid)]
+        return [(pid, [child for child in children.get(pid, []) if child not in starters]) for pid in daemons]
 
     def request_stop(self, reason: str) -> bool:
         """Let the session write a checkpoint after the current step, and end. Return whether there is a session."""
@@ -134,12 +168,28 @@ class Job:
         """Return whether mpirun has not ended. Call it repeatedly: it ends what does not terminate."""
         if self._process.poll() is None:
             now = time.monotonic()
+            if self._kept:
+                self._pass_kept()
+            if not self._reports and now >= self._look_at:
+                self._look_at, self._look_s = now + self._look_s, min(2 * self._look_s, LOOK_S)
+                self._look_at_daemons()
             if now >= self._lost_at + LOST_HOST_S:
                 self.terminate()
             if now >= self._kill_at:
                 kill(descendants())
         _reap(self._process.pid)
         return self._process.poll() is None
+
+    def _look_at_daemons(self) -> None:
+        """Notice that a daemon of mpirun was killed, which mpirun may not notice, and that its ranks are left. After
+        allred.init() the watchers do."""
+        found = {pid: ranks for pid, ranks in self._daemons() if pid != self._process.pid}
+        for daemon, ranks in self._ranks.items():
+            left = [rank for rank in ranks if daemon not in found and process_state.is_alive(rank)]
+            if left and not self._lost:
+                self._lost = f"process {daemon}, by which mpirun had started ranks on this host, was killed"
+                self._lost_at = time.monotonic()
+        self._ranks = found
 
     def has_reported(self, since: float) -> bool:
         """Return whether no more reports will arrive. since: when mpirun ended. A watcher ends after its ranks; if one
@@ -161,6 +211,8 @@ class Job:
         """Return how it ended."""
         code = self._process.returncode
         code = 128 - code if code < 0 else code
+        if not self._reports and self._lost:
+            return End(1, f"{self._lost}, and no rank had called allred.init()", joined=False)
         if not self._reports:
             return End(code, f"mpirun ended with exit code {code}, and no rank had called allred.init()", joined=False)
         for reports in self._reports:

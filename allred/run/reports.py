@@ -57,6 +57,11 @@ class Reports:
             self.sessions.pop(rank, None)
 
     @property
+    def have_joined(self) -> bool:
+        """Whether all ranks are watched, or have been."""
+        return len(self._hosts) == self.size
+
+    @property
     def is_success(self) -> bool:
         """Whether every rank has reported success."""
         return not self.code and len(self._left) == len(self._hosts) == self.size

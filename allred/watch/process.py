@@ -354,9 +354,12 @@ class Watcher:
             for each in living:
                 each.send(message)
         elif message["kind"] == "signal":
+            number = message["number"]
             for each in living:
+                if number == signal.SIGUSR1 and not process_state.handles(each.pid, number):
+                    continue  # it would be killed by a warning
                 with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(each.pidfd, message["number"])
+                    signal.pidfd_send_signal(each.pidfd, number)
         elif message["kind"] == "query":
             self._report({"event": "states", "query": message["query"], "states": self._states()})
         elif message["kind"] == "collect":

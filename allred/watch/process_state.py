@@ -88,6 +88,24 @@ def launcher_ancestors(pid: int) -> list[int]:
     return found
 
 
+def handles(pid: int, number: int) -> bool:
+    """Return whether a process handles or ignores a signal, rather than ending by it."""
+    with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/status") as file:
+        masks = dict(line.split(":\t") for line in file if line.startswith("Sig"))
+        return bool((int(masks["SigCgt"], 16) | int(masks["SigIgn"], 16)) >> (number - 1) & 1)
+    return False
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process has not ended."""
+    return _status(pid)[0] not in ("?", "Z", "X")
+
+
+def is_daemon(pid: int) -> bool:
+    """Return whether a process is the daemon of a launcher, by its name."""
+    return name(pid) in _DAEMONS
+
+
 def name(pid: int) -> str:
     """Return the name of a process; "" if it has ended."""
     try:

@@ -22,6 +22,7 @@ from typing import Any
 
 from allred import log
 from allred.errors import AllredError, CollectiveTimeout, RemoteRankError
+from allred.watch import runner_link
 from allred.watch.records import LARGEST
 
 WELCOME_S = 10.0
@@ -82,7 +83,9 @@ class WatcherClient:
         self.is_exiting = False  # the program ends: raise nothing in it
         self._pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._wake, self._stack = _free_signals()
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError):  # not the main thread
+            if _may_receive_usr1() and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
+                signal.signal(signal.SIGUSR1, _ignore)
             signal.signal(self._stack, signal.SIG_IGN)  # the handler that faulthandler restores
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         faulthandler.register(self._stack, self._pipe[1], all_threads=False)
@@ -115,8 +118,6 @@ class WatcherClient:
     def _enable_signals(self) -> None:
         with contextlib.suppress(ValueError):  # not the main thread: then only waits are interrupted
             signal.signal(self._wake, self._on_signal)
-            if "PMI_FD" in os.environ and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
-                signal.signal(signal.SIGUSR1, _ignore)
             fd = self._socket.fileno()
             # To the main thread only: Python prints an error if another one runs the handler while `_disable_signals`
             # replaces it.
@@ -324,9 +325,14 @@ def _do_nothing(reason: str) -> None:
     """Receive a stop request without a session."""
 
 
+def _may_receive_usr1() -> bool:
+    """Whether the launcher sends SIGUSR1: MPICH's mpirun -disable-auto-cleanup to the ranks that survive another, and
+    `allred run`, which repeats it when a session begins."""
+    return "PMI_FD" in os.environ or bool(runner_link.address())
+
+
 def _ignore(number: int, frame: types.FrameType | None) -> None:
-    """The handler of SIGUSR1, which MPICH's mpirun -disable-auto-cleanup sends to the ranks that survive another; it
-    would kill them. SIG_IGN would be inherited by programs that this one starts."""
+    """The handler of SIGUSR1, which would kill this rank. SIG_IGN would be inherited by programs that it starts."""
 
 
 def _free_signals() -> tuple[int, int]:

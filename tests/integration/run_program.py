@@ -36,6 +36,19 @@ def train(on_step, before_step=lambda session: None, step_s=0.02):
 def main(what, argument=""):
     if what == "early":
         sys.exit(int(argument))
+    if what == "handler":  # a program without allred, which handles the signal by itself
+        time.sleep(0.5 * int(os.environ["RANK"]))  # the other ranks would be killed
+        signal.signal(signal.SIGUSR1, lambda *_: print("received", flush=True) or sys.exit(0))
+        os.environ["RANK"] == "0" and os.kill(runner(), signal.SIGUSR1)
+        time.sleep(20)
+    elif what == "orphans":  # two faults before init()
+        if os.environ["RANK"] == "1":
+            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(100)
+    elif what == "around":  # a signal during init(), one behind the session
+        os.environ["RANK"] == "0" and os.kill(runner(), signal.SIGUSR1)
+        time.sleep(0.5)
     torch = [int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]  # before init()
     allred.init(banner=False)
     rank, last = allred.rank(), allred.size() - 1
@@ -60,6 +73,14 @@ def main(what, argument=""):
     elif what == "signal":  # in step 5 of the first start
         number = getattr(signal, argument)
         train(lambda _, step: step == 5 and rank == 0 and os.kill(runner(), number))
+    elif what == "around":
+        time.sleep(0.3)
+        train(lambda *_: None)
+        rank == 0 and os.kill(runner(), signal.SIGUSR1)
+        time.sleep(0.5)
+        allred.shutdown()
+        rank == 0 and os.kill(runner(), signal.SIGUSR1)
+        time.sleep(0.5)
     elif what == "deaf":  # a program that ignores the signals
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)

@@ -100,6 +100,28 @@ def test_a_signal_lets_the_session_write_a_checkpoint(mpi, name, tmp_path):
 
 
 @both
+def test_a_warning_of_the_batch_system_is_kept_for_the_session_and_kills_no_rank(mpi, tmp_path):
+    """SIGUSR1 before init(), behind the session, and after shutdown()."""
+    result = allred_run(mpi, tmp_path, "-np", 2, PROGRAM, "around")
+    ended(result, 0)
+    [steps] = re.findall(r"^start 1: 2 ranks, steps 0 to (\d+)$", result.out, re.MULTILINE)
+    assert int(steps) < 100, result.text
+
+
+def test_a_program_without_allred_receives_the_warning_when_all_ranks_handle_it(tmp_path):
+    result = allred_run("mpich", tmp_path, "-np", 2, PROGRAM, "handler")
+    ended(result, 0)
+    assert result.out.splitlines() == ["received"] * 2, result.text
+
+
+def test_a_lost_daemon_of_mpirun_before_init_ends_the_job(tmp_path):
+    """MPICH's mpirun does not notice, and waits forever. The stopped rank is killed too."""
+    result = allred_run("mpich", tmp_path, "-np", 2, PROGRAM, "orphans")
+    ended(result, 1)
+    assert re.search(r"process \d+, by which mpirun had started ranks on this host, was killed", result.err)
+
+
+@both
 def test_a_second_ctrl_c_leaves_no_process(mpi, tmp_path):
     result = allred_run(mpi, tmp_path, "-np", 3, PROGRAM, "deaf")
     assert result.left == [], result.text
