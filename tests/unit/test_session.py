@@ -616,7 +616,7 @@ def test_the_last_checkpoint_that_cannot_be_written_is_an_error(world, tmp_path)
         (tmp_path / "ckpt").rmdir()
         (tmp_path / "ckpt").write_text("in the way")
 
-    witness, words = Witness(), "the last checkpoint was not written: begin: .*ckpt.*; there is none"
+    witness, words = Witness(), "the last checkpoint was not written: checkpoint: listing .*ckpt.*; there is none"
     with pytest.raises(CheckpointError, match=words), Session(tmp_path / "ckpt", hooks=[witness]) as session:
         train(session, losses())
     assert witness.outcome.reason == "CheckpointError"
