@@ -36,6 +36,7 @@ from allred.ps.context import Context
 from allred.watch import exit as exit_protocol
 from allred.watch import exit_callbacks, runner_link, shm_files
 from allred.watch import start as watch
+from allred.watch.delayed_handlers import delayed_handlers
 from allred.watch.excepthook import status_at_exit
 from allred.watch.start import startup_timeout
 from allred.wording import count
@@ -347,6 +348,7 @@ def _banner(here: World, library: str) -> str:
     )
 
 
+@delayed_handlers()
 def shutdown() -> None:
     """Leave the other ranks. It is collective. Optional at the end of a program.
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from allred import world
 from allred.watch import exit_callbacks
+from allred.watch.delayed_handlers import delayed_handlers
 
 _STATUS: dict[Any, int] = {KeyboardInterrupt: 130}  # by exception; 1 for any other
 
@@ -67,7 +68,8 @@ def _make_hook(original: _Hook) -> _Hook:
             return
         _handled = error
         try:
-            _handle(original, kind, error, trace)
+            with delayed_handlers(run_after=_uncaught() is not error):
+                _handle(original, kind, error, trace)
         finally:
             _handled = None
 
@@ -96,6 +98,7 @@ def _handle(
                 _end_with(_STATUS.get(kind, 1))
 
 
+@delayed_handlers(run_after=False)
 def _at_threads_shutdown() -> None:
     error = _uncaught()
     if error is not None and _status is None and os.getpid() == _pid:

@@ -28,6 +28,7 @@ from typing import Any
 
 from allred import native, world
 from allred.watch import excepthook, runner_link
+from allred.watch.delayed_handlers import delayed_handlers
 
 GRACE_S = 3.0  # from failing to leaving
 FOLLOWER_S = 10.0  # as GRACE_S, if another rank has failed before; as in csrc/exit.c
@@ -154,6 +155,7 @@ def _sleep(seconds: float) -> None:
             until = time.monotonic() + seconds
 
 
+@delayed_handlers(run_after=False)
 def _leave(finalizes: bool) -> None:
     """Leave at the end of Python. With the C extension, pass it the remaining actions."""
     global _is_left_to_c

@@ -294,6 +294,28 @@ def test_every_way_to_run_a_program_shows_the_traceback_rank_and_exit_code(mpi, 
     assert result.err.count("allred: ") == 1, result.text
 
 
+@pytest.mark.parametrize("mpi", MPIS)
+def test_a_signal_handler_that_raises_does_not_stop_the_report_of_an_error(mpi):
+    """As torch's handler of SIGCHLD, for a DataLoader worker that dies while the rank reports."""
+    code = (
+        "import os, signal\nimport allred\nallred.init(banner=False)\n"
+        "def handler(*_): raise RuntimeError('a worker has died')\n"
+        "class Boom(ValueError):\n"
+        "    def __str__(self):\n"
+        "        os.kill(os.getpid(), signal.SIGCHLD)\n"
+        "        return 'boom'\n"
+        "signal.signal(signal.SIGCHLD, handler)\n"
+        "if allred.rank() == 1: raise Boom\n"
+        "try: allred.barrier()\n"
+        "except allred.RemoteRankError as error: print(error, flush=True); raise\n"
+    )
+    result = mpirun(2, "-c", code, mpi=mpi, timeout_s=40)
+    assert result.code == 1, result.text
+    assert "Boom: boom" in result.out, result.text
+    assert result.err.count("Boom: boom") == 1, result.text
+    assert "a worker has died" not in result.err, result.text
+
+
 def test_python_m_mpi4py_leaves_an_explicit_exit_status_to_the_exit_of_the_rank():
     code = "import allred\nallred.init(banner=False)\nif allred.rank() == 1: raise SystemExit(3)\nallred.barrier()"
     result = mpirun(2, "-m", "mpi4py", "-c", code, timeout_s=40)
