@@ -78,6 +78,10 @@ def make_options(options: argparse.Namespace, find_hosts: Callable[[], host_list
     """Check the options of the command. find_hosts: reads the hosts, instead of --hosts, --hostfile and the batch job.
 
     Raises ConfigError if they do not fit together."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError(f"the working directory cannot be used ({error.strerror}): cd to one that exists") from None
     watches = bool(options.hostfile or find_hosts) and (options.min_np is not None or options.max_np is not None)
     if find_hosts is None:
         find_hosts = functools.partial(host_list.find, options.hosts, options.hostfile, os.environ)

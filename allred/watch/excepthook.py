@@ -195,6 +195,9 @@ class _Exit(SystemExit):
         self._code = status
 
 
+_Exit.__module__, _Exit.__qualname__ = "builtins", "SystemExit"  # as tracebacks show it, such as of atexit functions
+
+
 def _called_by_the_interpreter() -> bool:
     """Whether no Python code called the calling function: the interpreter is exiting."""
     try:

@@ -316,6 +316,14 @@ def test_a_signal_handler_that_raises_does_not_stop_the_report_of_an_error(mpi):
     assert "a worker has died" not in result.err, result.text
 
 
+def test_an_exit_in_an_atexit_function_is_shown_as_in_python():
+    code = "import atexit, sys, allred\nallred.init(banner=False)\natexit.register(sys.exit, 3)\n"
+    result = mpirun(2, "-c", code, timeout_s=40)
+    assert result.code == 0, result.text
+    assert result.err.count("SystemExit: 3") == 2, result.text
+    assert "_Exit:" not in result.err, result.text
+
+
 def test_python_m_mpi4py_leaves_an_explicit_exit_status_to_the_exit_of_the_rank():
     code = "import allred\nallred.init(banner=False)\nif allred.rank() == 1: raise SystemExit(3)\nallred.barrier()"
     result = mpirun(2, "-m", "mpi4py", "-c", code, timeout_s=40)

@@ -142,6 +142,13 @@ def test_options_that_do_not_fit_together_are_an_error(given, words, monkeypatch
         command.make_options(options(**given))
 
 
+def test_a_working_directory_that_was_deleted_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    with pytest.raises(ConfigError, match=r"the working directory cannot be used \(No such file"):
+        command.make_options(options())
+
+
 def test_a_plan_takes_all_slots_and_sets_the_mode():
     made = command.make_options(options(np=None, hosts="a:2,b:1", mode="ps", num_ps=1))
     assert (made.target, made.settings["ALLRED_MODE"], made.settings["ALLRED_NUM_PS"]) == (3, "ps", "1")
