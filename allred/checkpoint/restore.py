@@ -52,6 +52,12 @@ def read_newest(root: str | os.PathLike[str]) -> tuple[tuple[pathlib.Path, Saved
     Returns (path, content), or None if there is none; and the damage of each later checkpoint, one line each.
     Raises CheckpointError: `root` cannot be listed, or is a checkpoint itself; or see `read_checkpoint`.
     """
+    path, damaged = find_newest(root)
+    return None if path is None else (path, read_verified(path)), damaged
+
+
+def find_newest(root: str | os.PathLike[str]) -> tuple[pathlib.Path | None, list[str]]:
+    """As `read_newest`, but verify its bytes without returning the content: see `read_verified`."""
     if (pathlib.Path(root) / MANIFEST).exists():
         raise CheckpointError(
             f"{root} is a checkpoint, not a directory of checkpoints; pass {pathlib.Path(root).parent}"
@@ -60,9 +66,14 @@ def read_newest(root: str | os.PathLike[str]) -> tuple[tuple[pathlib.Path, Saved
     for path in reversed(list_committed(pathlib.Path(root)).values()):
         problem = damage(path) or str(next(_problems(path), ""))
         if not problem:
-            return (path, _assemble(path, read_manifest(path))), damaged
+            return path, damaged
         damaged.append(problem)
     return None, damaged
+
+
+def read_verified(path: pathlib.Path) -> SavedTensors:
+    """As `read_checkpoint`, for a checkpoint whose bytes were verified."""
+    return _assemble(path, read_manifest(path))
 
 
 def verify(path: str | os.PathLike[str]) -> list[str]:

@@ -1,18 +1,33 @@
-"""Restoring: reads the newest checkpoint on one rank, and checks that it is of this model and this optimizer."""
+"""Restoring: chooses the newest undamaged checkpoint, reads it, and checks that it is of this model and optimizer.
+
+Rank 0 chooses. In mode sync each rank reads it if all see it in their file systems, and verifies its bytes once on each
+host. Otherwise rank 0 reads it, and the caller broadcasts.
+"""
 
 import os
 import pathlib
+import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from allred import arrays, checkpoint, log, nest
+from allred import arrays, checkpoint, log, nest, world
 from allred.checkpoint import SavedTensors
+from allred.comm import functions
 from allred.errors import AllredError, CheckpointError, InputError
 from allred.gpu import device_arrays as gpu
 from allred.optim.base import Optimizer, optimizer_kind
 from allred.ps.variable import checkpoint_names
+
+
+class Restored(NamedTuple):
+    """step: of the checkpoint. extra: the object that was passed to `saving`. everywhere: whether all ranks have loaded
+    it; else only rank 0 has."""
+
+    step: int
+    extra: Any
+    everywhere: bool
 
 
 def load_newest(
@@ -21,14 +36,69 @@ def load_newest(
     params: Any,
     load_state: Callable[[Any], None],
     check_extra: Callable[[Any, pathlib.Path], None],
-) -> tuple[int, Any] | None:
-    """Load the newest undamaged checkpoint: the state of the optimizer by `load_state`, then the parameters. Return its
-    step, and the object that was passed to `saving`; None if there is no checkpoint. check_extra: called with that
-    object and the path, before anything changes.
+    everywhere: bool,
+) -> Restored | None:
+    """Load the newest undamaged checkpoint: the state of the optimizer by `load_state`, then the parameters. Returns
+    None if there is none. Collective.
 
-    Raises CheckpointError, and errors of allred of `load_state` and `check_extra`; `params` have not changed then.
+    check_extra: called with the `extra` and the path, before anything changes. everywhere: whether all ranks load it if
+    they see it.
+    Raises CheckpointError, and errors of allred of `load_state` and `check_extra`, the same on all ranks; `params` have
+    not changed then.
     """
-    found, damaged = checkpoint.read_newest(directory)
+    here = functions.current()
+    first, is_first = here.ranks[0], here.rank == 0
+    path = failure = None
+    if is_first:
+        try:
+            path = _find_newest(directory)
+        except AllredError as error:
+            failure = error
+    path, mark, received = functions.broadcast_object((path, path and _mark(path), failure), first)
+    if received:
+        raise failure or received
+    if path is None:
+        return None
+    if everywhere := everywhere and here.size > 1:
+        everywhere = all(functions.allgather_object(_mark(path) == mark))
+    loaded = failure = None
+    if is_first or everywhere:
+        try:
+            loaded = _Loaded(path, optimizer, params, check_extra, not is_first)
+        except AllredError as error:
+            failure = error
+    _raise_first(failure)
+    if loaded is not None:
+        try:
+            loaded.load_state(load_state)
+        except AllredError as error:
+            failure = error
+    _raise_first(failure)
+    if loaded is not None:
+        loaded.copy_params()
+    result = None if loaded is None else Restored(loaded.step, loaded.extra, everywhere)
+    return result if everywhere else functions.broadcast_object(result, first)
+
+
+def _raise_first(failure: AllredError | None) -> None:
+    """Raise the error of the first rank that has one. Collective."""
+    everyone = functions.allgather_object(failure)
+    for rank, found in enumerate(everyone):
+        if found is not None:
+            raise failure if failure is not None and rank == functions.current().rank else found
+
+
+def _mark(path: pathlib.Path) -> int | None:
+    """Return a checksum of the manifest in a directory; None if there is none."""
+    try:
+        return zlib.crc32((path / checkpoint.MANIFEST).read_bytes())
+    except OSError:
+        return None
+
+
+def _find_newest(directory: str | os.PathLike[str]) -> pathlib.Path | None:
+    """Return the newest undamaged checkpoint, all bytes of which were verified. Raises CheckpointError."""
+    found, damaged = checkpoint.find_newest(directory)
     if damaged and found is None:
         raise CheckpointError(
             f"no checkpoint in {os.fspath(directory)} can be read; the newest one: {damaged[0]}. To start without a "
@@ -36,27 +106,59 @@ def load_newest(
         )
     for text in damaged:
         log.warning(f"a later checkpoint is skipped: {text}")
-    if found is None:
-        return None
-    path, content = found
-    _check_optimizer(optimizer, content, path)
-    named, paths = _named_as_in(content, nest.leaves(params))
-    slots, state = {paths.get(name, name): part for name, part in content.slots.items()}, content.meta["optimizer"]
-    _check_parameters(named, content.params, path)
-    try:
-        extra = checkpoint.unpickle_extra(content.pickled)
-        check_extra(extra, path)
-        load_state(checkpoint.unpickle_state(content.pickled) if state is None else {**state, "slots": slots})
-    except AllredError:
-        raise
-    except Exception as error:  # of load_state_dict or __setstate__ of the program's classes
-        raise CheckpointError(
-            f"{path}: loading the state of {optimizer_kind(optimizer)} and the program's objects failed: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    for name, leaf in named:
-        gpu.fill(leaf, content.params[name])
-    return content.step, extra
+    return None if found is None else pathlib.Path(os.path.abspath(found))
+
+
+class _Loaded:
+    """A checkpoint that was read and fits the optimizer and the parameters. verifies: whether the first rank of a host
+    verifies its bytes. Raises an error of allred."""
+
+    def __init__(
+        self,
+        path: pathlib.Path,
+        optimizer: Any,
+        params: Any,
+        check_extra: Callable[[Any, pathlib.Path], None],
+        verifies: bool,
+    ) -> None:
+        self._path, self._optimizer = path, optimizer
+        shape = world.current().topology
+        if verifies and shape.nodes > 1 and shape.local_rank == 0:
+            for problem in checkpoint.verify(path):
+                raise CheckpointError(problem)
+        self._content = content = checkpoint.read_verified(path)
+        self.step = content.step
+        _check_optimizer(optimizer, content, path)
+        self._named, self._paths = _named_as_in(content, nest.leaves(params))
+        _check_parameters(self._named, content.params, path)
+        self.extra = self._call(lambda: checkpoint.unpickle_extra(content.pickled))
+        check_extra(self.extra, path)
+
+    def load_state(self, load_state: Callable[[Any], None]) -> None:
+        content = self._content
+        slots = {self._paths.get(name, name): part for name, part in content.slots.items()}
+        state = content.meta["optimizer"]
+        self._call(
+            lambda: load_state(
+                checkpoint.unpickle_state(content.pickled) if state is None else {**state, "slots": slots}
+            )
+        )
+
+    def copy_params(self) -> None:
+        for name, leaf in self._named:
+            gpu.fill(leaf, self._content.params[name])
+
+    def _call(self, function: Callable[[], Any]) -> Any:
+        """Call code of the program: load_state_dict or __setstate__ of its classes."""
+        try:
+            return function()
+        except AllredError:
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"{self._path}: loading the state of {optimizer_kind(self._optimizer)} and the program's objects "
+                f"failed: {type(error).__name__}: {error}"
+            ) from error
 
 
 def _named_as_in(content: SavedTensors, named: list[nest.Leaf]) -> tuple[list[nest.Leaf], dict[str, str]]:

@@ -17,7 +17,7 @@ from allred import log, nest
 from allred.comm import functions
 from allred.comm.header import hash_text
 from allred.comm.ops import Compression, ReduceOp
-from allred.errors import AllredError, CheckpointError, InputError, MismatchError, NonFiniteError
+from allred.errors import CheckpointError, InputError, MismatchError, NonFiniteError
 from allred.modes.clipping import Clipper
 from allred.modes.detect.mistake_checks import restored, updates_of
 from allred.modes.load_checkpoint import load_newest
@@ -240,17 +240,22 @@ class DistributedOptimizer:
         at the servers.
         Raises MismatchError, naming ranks and tensor, if the parameters differ in name, shape or dtype.
         """
+        with functions.within(self.process_set):
+            root = functions.current().ranks[0] if root is None else root
+            self._begin_with(params, root, values=True)
+            if (scaler := self._clipper.scaler) is not None:
+                title = f"scaler of {self.name}"
+                scaler.load_state_dict(functions.broadcast_object(scaler.state_dict(), root, title))
+
+    def _begin_with(self, params: Any, root: int, values: bool) -> None:
+        """Begin with parameters that are equal on all ranks. Collective. values: whether to copy parameters and state
+        from the root; else they are equal already."""
         try:
             problem, tensors = "", [parameter(name, leaf) for name, leaf in nest.leaves(params)]
         except InputError as error:
             problem, tensors = str(error), []
-        with functions.within(self.process_set):
-            root = functions.current().ranks[0] if root is None else root
-            self._get_mode().broadcast(params, tensors, root, problem)
-            self._samples = SampleCount()  # the mode has forgotten the gradients of reduce()
-            if (scaler := self._clipper.scaler) is not None:
-                title = f"scaler of {self.name}"
-                scaler.load_state_dict(functions.broadcast_object(scaler.state_dict(), root, title))
+        self._get_mode().broadcast(params, tensors, root, problem, values)
+        self._samples = SampleCount()  # the mode has forgotten the gradients of reduce()
 
     def replicated(self, trained: dict[str, Any]) -> Any:
         """Internal, for allred.join: return the parameters to copy to ranks that have missed steps. trained: those of
@@ -378,24 +383,21 @@ class DistributedOptimizer:
         """As `restore`; returns the step, and the `extra` that was passed to `saving`, on all ranks, or None. others:
         the names of `session_parts`: raises CheckpointError, before anything changes, if the checkpoint lacks one."""
         self._require_state()
-        step = extra = failure = None
         with functions.within(self.process_set):
             first, control = functions.current().ranks[0], self._get_mode()
-            if functions.current().rank == 0:
-                try:
-                    check = functools.partial(_check_parts, others)
-                    found = load_newest(directory, self.optimizer, params, control.load_new_state, check)
-                    step, extra = found or (None, None)
-                except AllredError as error:
-                    failure = error
-            if received := functions.broadcast_object(failure, first):
-                raise failure or received
+            check = functools.partial(_check_parts, others)
+            found = load_newest(
+                directory, self.optimizer, params, control.load_new_state, check, everywhere=control.is_lockstep
+            )
+            step, extra = (None, None) if found is None else (found.step, found.extra)
             self.forget_gradients()
-            self.broadcast(params)
-            if step is not None:
+            if found is not None and found.everywhere:
+                self._begin_with(params, first, values=False)
+            else:
+                self.broadcast(params)
+            if step is not None and functions.current().rank == 0:
                 control.count_from(step)
-            self._meta["training"] = secrets.token_hex(8)
-            step, extra, self._meta["training"] = functions.broadcast_object((step, extra, self.training_id), first)
+            self._meta["training"] = functions.broadcast_object(secrets.token_hex(8), first)
             if step is not None:
                 restored(self.optimizer)
                 if functions.current().rank != 0:

@@ -74,7 +74,7 @@ class PsMode(Mode):
 
     # The start.
 
-    def broadcast(self, params: Any, tensors: list[Tensor], root: int, problem: str) -> None:
+    def broadcast(self, params: Any, tensors: list[Tensor], root: int, problem: str, values: bool) -> None:
         if root != 0:
             problem = problem or f"root={root!r}: in mode ps training starts from worker 0's parameters; omit root"
         if problem:

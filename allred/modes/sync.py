@@ -218,23 +218,23 @@ class SyncMode(Mode):
 
     # Parameters and state.
 
-    def broadcast(self, params: Any, tensors: list[Tensor], root: int, problem: str) -> None:
+    def broadcast(self, params: Any, tensors: list[Tensor], root: int, problem: str, values: bool) -> None:
         communicator, name = functions.current(), self._options.name
         settings = f"optimizer has a state: {has_state(self._optimizer)}, scaler: {self._clipper.scaler is not None}"
         self._reducer.plan(tensors)  # its sizes are known before the first gradient is allocated
         lines = [str(tensor) for tensor in tensors]
         communicator.check("parameters", f"{name}.broadcast()", lines, settings, problem=problem).wait()
-        for leaf_name, leaf in nest.leaves(params):
+        for leaf_name, leaf in nest.leaves(params) if values else ():
             communicator.broadcast(leaf, root, leaf_name, in_place=True).wait()
-        self._broadcast_state(communicator, params, root)
+        self._broadcast_state(communicator, params, root, values)
         if self._sharded is not None:
             self._sharded.forget_state()
         self.forget_order()  # a rank that had joined does not know it
 
-    def _broadcast_state(self, communicator: Communicator, params: Any, root: int) -> None:
-        """Copy the state of the optimizer, and the numbers of its steps and updates."""
+    def _broadcast_state(self, communicator: Communicator, params: Any, root: int, values: bool) -> None:
+        """Copy the numbers of steps and updates, and if `values` the state of the optimizer."""
         sent: Any = None
-        replica, with_state = self._replica, has_state(self._optimizer)
+        replica, with_state = self._replica, has_state(self._optimizer) and values
         if communicator.number == root:
             number = None if replica is None else replica.number(communicator)
             live = getattr(self._optimizer, "live_state", getattr(self._optimizer, "state_dict", dict))

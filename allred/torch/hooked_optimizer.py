@@ -422,8 +422,7 @@ class HookedOptimizer(ModuleCheckpoints):
             for _, parameter in self._adapter.named_parameters():
                 parameter.grad = None
 
-    def broadcast(self, params: Any = None, root: int | None = None) -> None:
-        """As `DistributedOptimizer.broadcast`. params: None, or a module, whose buffers are copied too."""
+    def _begin_with(self, params: Any, root: int, values: bool) -> None:
         self._agreed_layout = None  # a rank that had joined may not have taken part in the agreement
         self.reduction_agreement.begin_step()
-        super().broadcast(params, root)
+        super()._begin_with(params, root, values)

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 import allred
-from allred import checkpoint, optim
+from allred import checkpoint, nest, optim
 from allred.errors import InputError, MismatchError
+from allred.modes import load_checkpoint
 
 pytestmark = pytest.mark.mpi
 
@@ -353,6 +354,58 @@ def test_a_state_that_the_optimizer_refuses_is_an_error_on_all_ranks(tmp_path):
     assert params["w"].tolist() == [5, 5, 5]
     opt.step(params, {"w": np.ones(3)})
     assert params["w"].tolist() == [4, 4, 4]
+
+
+@pytest.mark.parametrize("sees", ["all", "first"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_each_rank_that_sees_the_checkpoint_reads_it(rank, sees, sharded, tmp_path, monkeypatch):
+    """Else rank 0 reads it, and broadcasts. Whether a rank sees it is pretended: here all have one file system."""
+    if sees == "first" and rank:
+        monkeypatch.setattr(load_checkpoint, "_mark", lambda path: None)
+    reads, read_verified = [], checkpoint.read_verified
+    monkeypatch.setattr(checkpoint, "read_verified", lambda path: reads.append(path) or read_verified(path))
+
+    def make():
+        return allred.distributed(optim.SGD(lr=0.5, momentum=0.5), sharded=sharded), [
+            np.ones((40, 50)),
+            np.full((), 2.0),
+        ]
+
+    def step(opt, params):
+        opt.step(params, [np.full((40, 50), 1.0 + rank), np.full((), 2.0 * rank)])
+
+    opt, params = make()
+    step(opt, params)
+    opt.save(tmp_path, params)
+    saved = [param.copy() for param in params]
+    step(opt, params)
+    other, found = make()
+    for param in found:
+        param += rank
+    assert other.restore(tmp_path, found) == other.global_step == 1
+    assert len(reads) == (1 if rank == 0 or (sees == "all" and allred.size() > 1) else 0)
+    for one, two in zip(found, saved, strict=True):
+        assert one.tobytes() == two.tobytes()
+    step(other, found)
+    for one, two in zip(found, params, strict=True):
+        assert one.tobytes() == two.tobytes()
+
+
+def test_a_model_that_differs_on_one_rank_is_an_error_of_restore_on_all(rank, size, tmp_path):
+    opt, params = allred.distributed(optim.SGD(lr=0.5, momentum=0.5)), {"w": np.ones(3)}
+    opt.step(params, {"w": np.ones(3)})
+    opt.save(tmp_path, params)
+    opt.step(params, {"w": np.ones(3)})
+    before, state = params["w"].copy(), opt.state_dict()
+    given = {"w": np.ones(4)} if rank == size - 1 else params
+    with pytest.raises(allred.CheckpointError, match=r"parameter 'w' of this model has shape \(4,\), but has") as error:
+        opt.restore(tmp_path, given)
+    assert len(set(allred.allgather_object(str(error.value)))) == 1
+    assert params["w"].tolist() == before.tolist()
+    assert nest.digest(opt.state_dict()) == nest.digest(state)
+    assert opt.restore(tmp_path, params) == 1
+    opt.step(params, {"w": np.ones(3)})
+    assert params["w"].tolist() == before.tolist()
 
 
 def test_the_keys_beside_a_scaler_are_those_of_earlier_checkpoints(rank, tmp_path):
