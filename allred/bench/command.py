@@ -18,7 +18,7 @@ import numpy as np
 
 import allred
 from allred import arrays, command_line, config
-from allred.bench import arenas, baselines, data, gpu, measure, output, verify
+from allred.bench import arenas, baselines, checkpoint, data, gpu, measure, output, verify
 from allred.bench.verify import WrongResultError
 from allred.cluster import launcher, mpi
 from allred.comm import functions
@@ -63,7 +63,7 @@ def _run(options: argparse.Namespace, command: str) -> None:
     if options.bench == "overlap":
         os.environ["ALLRED_PROGRESS"] = options.progress
         allred.init(backend=options.backend, banner=False, check_steps=0)
-    elif options.bench == "step":
+    elif options.bench in ("step", "checkpoint"):
         allred.init(backend=options.backend, banner=False, check_steps=0)
     elif options.bench == "ps":
         allred.init(mode="ps", num_ps=options.servers, banner=False)
@@ -200,7 +200,9 @@ def _parser() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
         **text,
     )
     parser.set_defaults(against=None, backend=None, device="cpu", malloc_tuned=False, compression=None, arena=None)
-    commands = parser.add_subparsers(dest="bench", required=True, metavar="allreduce|fused|overlap|ps|torch|data|step")
+    commands = parser.add_subparsers(
+        dest="bench", required=True, metavar="allreduce|fused|overlap|ps|torch|data|step|checkpoint"
+    )
     allreduce = commands.add_parser("allreduce", help="one array in place, at several sizes")
     allreduce.add_argument("--sizes", help=f"bytes per array, for example 4,64KiB,1MiB; default {SIZES}")
     fused = commands.add_parser("fused", help="all gradients of a model in one call")
@@ -230,6 +232,10 @@ def _parser() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
     )
     step.add_argument("--momentum", type=float, default=0.0, help="of SGD, from 0 to less than 1; default 0")
     step.add_argument("--sharded", action="store_true", help="also time sharded=True, without and with opt.share")
+    help_text = "save and restore, against raw files and torch"
+    files = commands.add_parser("checkpoint", help=help_text, description=checkpoint.__doc__, **text)
+    files.add_argument("--tensors", type=int, default=64, help="of 1024 x 1024 float32 each; default %(default)s")
+    files.add_argument("--directory", help="of the files, which all ranks see; default: that of temporary files")
     for command in (allreduce, fused, step):
         command.add_argument("--arena", help="on, off, or on,off: with and without reductions in place, interleaved")
     for command in (allreduce, fused, overlap, step):
@@ -248,7 +254,7 @@ def _parser() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
     for command in (allreduce, fused, overlap, ps, step):
         command.add_argument("--dtype", default="float32", help=f"one of {', '.join(DTYPES)}; default float32")
         command.add_argument("--malloc-tuned", action="store_true", help="glibc keeps freed memory and uses huge pages")
-    for command in (allreduce, fused, overlap, ps, torch, reader, step):
+    for command in (allreduce, fused, overlap, ps, torch, reader, step, files):
         command.add_argument("--seconds", type=float, default=3.0, help="measuring time per line; default 3")
         command.add_argument("--json", action="store_true", help="print one JSON object per line and nothing else")
     return parser, commands.choices  # type: ignore[return-value]
@@ -256,12 +262,15 @@ def _parser() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
 
 def _check(options: argparse.Namespace) -> None:
     """Convert and check the options of one command. Raises ValueError."""
-    if options.bench not in ("data", "torch"):
+    if options.bench not in ("data", "torch", "checkpoint"):
         options.dtype = _dtype(options.dtype, options.against)
     if options.bench == "ps":
         _check_ps(options)
     elif options.bench == "torch":
         _check_torch(options)
+    elif options.bench == "checkpoint":
+        if options.tensors < 1:
+            raise ValueError(f"--tensors must be at least 1, got {options.tensors}")
     elif options.bench != "data":
         _check_device(options)
         _check_arena(options)

@@ -112,6 +112,16 @@ def interleave(
     return {name: CallTimes(slowest(each, comm), batch) for name, each in times.items()}
 
 
+def interleave_long(calls: Mapping[str, Call], comm: Any, seconds: float) -> dict[str, CallTimes]:
+    """As `interleave`, for calls of at least 10 ms: one sample in a round, and the first round counts as warm-up."""
+    begin = time.perf_counter()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in _rounds(begin, seconds, comm):
+        for name, call in calls.items():
+            times[name].append(_sample(call, 1, comm, no_synchronize))
+    return {name: CallTimes(slowest(each[1:], comm), 1) for name, each in times.items()}
+
+
 def interleave_steps(
     calls: Mapping[str, Call], comm: Any, seconds: float, context: TurnContext
 ) -> dict[str, StepTimes]:

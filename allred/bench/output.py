@@ -18,6 +18,7 @@ _COLUMNS = {
     "fused": _ALLREDUCE,
     "ps": {**_SHARED, "updates_per_s": "updates/s"},
     "step": _SHARED,
+    "checkpoint": _SHARED,
 }
 
 # Freed memory stays in the process; large blocks come from the heap too; the heap uses huge pages.

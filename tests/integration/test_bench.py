@@ -122,13 +122,13 @@ def check_ps(lines, name, dtype, peers):
 
 @pytest.mark.parametrize("mpi", ["mpich", pytest.param("openmpi", marks=pytest.mark.full)])
 def test_json_lines_of_all_benchmarks_of_2_ranks(mpi):
-    """Costs 2 s: one job for six commands."""
+    """Costs 3 s: one job for seven commands."""
     tiny = " ".join(TINY)
     result = bench_several(
         *(2, f"{SIZES} {tiny}", f"fused --set small --against mpi {tiny}"),
         *(f"fused --set small --compression bf16 {tiny}", f"overlap --set mlp --progress caller {tiny}"),
         f"allreduce --sizes 64 --backend mpi --dtype bfloat16 {tiny}",
-        f"ps --set small --dtype float64 --against mpi {tiny}",
+        *(f"checkpoint --tensors 1 {tiny}", f"ps --set small --dtype float64 --against mpi {tiny}"),
         mpi=mpi,
     )
     check_sizes(result, mpi, 2)
@@ -140,6 +140,9 @@ def test_json_lines_of_all_benchmarks_of_2_ranks(mpi):
     assert (line["backend"], line["dtype"]) == ("mpi", "bfloat16")
     assert line["against"] is line["against_p50_us"] is line["speedup"] is None
     check_ps(records_of(result, "ps"), "small", "float64", ["chunks", "all chunks"])
+    lines = records_of(result, "checkpoint")
+    assert {(line["set"], line["against"]) for line in lines} >= {("save", "raw write"), ("restore", "raw read")}
+    assert all(line["bytes"] == 2**23 and line["speedup"] > 0 for line in lines)
 
 
 @pytest.mark.parametrize("mpi", ["openmpi", pytest.param("mpich", marks=pytest.mark.full)])
