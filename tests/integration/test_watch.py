@@ -749,7 +749,7 @@ def test_a_mismatch_says_where_each_rank_called_and_check_full_compares_the_line
     )
     result = mpirun(3, "-c", code, timeout_s=40)
     assert result.code == 0, result.text
-    lines = result.out.splitlines()
+    lines = [line for line in result.out.splitlines() if "an earlier operation failed" not in line]
     for check in checks.values():
         expected = [
             "ranks called different operations: allreduce(Average) 'g' float64 (4,) on rank 0;",
