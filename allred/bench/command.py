@@ -18,7 +18,7 @@ import numpy as np
 
 import allred
 from allred import arrays, command_line, config
-from allred.bench import arenas, baselines, checkpoint, data, gpu, measure, output, verify
+from allred.bench import arenas, baselines, data, gpu, measure, output, save_restore, verify
 from allred.bench.verify import WrongResultError
 from allred.cluster import launcher, mpi
 from allred.comm import functions
@@ -80,7 +80,8 @@ def _run(options: argparse.Namespace, command: str) -> None:
     }
     if options.bench in ("allreduce", "fused"):
         return _run_allreduce(options, comm, conditions)
-    return importlib.import_module(f"allred.bench.{options.bench}").run(options, comm, conditions)  # type: ignore[no-any-return]
+    module = "save_restore" if options.bench == "checkpoint" else options.bench
+    return importlib.import_module(f"allred.bench.{module}").run(options, comm, conditions)  # type: ignore[no-any-return]
 
 
 def _run_allreduce(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> None:
@@ -233,7 +234,7 @@ def _parser() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
     step.add_argument("--momentum", type=float, default=0.0, help="of SGD, from 0 to less than 1; default 0")
     step.add_argument("--sharded", action="store_true", help="also time sharded=True, without and with opt.share")
     help_text = "save and restore, against raw files and torch"
-    files = commands.add_parser("checkpoint", help=help_text, description=checkpoint.__doc__, **text)
+    files = commands.add_parser("checkpoint", help=help_text, description=save_restore.__doc__, **text)
     files.add_argument("--tensors", type=int, default=64, help="of 1024 x 1024 float32 each; default %(default)s")
     files.add_argument("--directory", help="of the files, which all ranks see; default: that of temporary files")
     for command in (allreduce, fused, step):

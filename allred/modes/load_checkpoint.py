@@ -97,7 +97,7 @@ def _mark(path: pathlib.Path) -> int | None:
 
 
 def _find_newest(directory: str | os.PathLike[str]) -> pathlib.Path | None:
-    """Return the newest undamaged checkpoint, all bytes of which were verified. Raises CheckpointError."""
+    """Return the newest undamaged checkpoint; all its bytes were verified. Raises CheckpointError."""
     found, damaged = checkpoint.find_newest(directory)
     if damaged and found is None:
         raise CheckpointError(

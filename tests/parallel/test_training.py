@@ -391,6 +391,31 @@ def test_each_rank_that_sees_the_checkpoint_reads_it(rank, sees, sharded, tmp_pa
         assert one.tobytes() == two.tobytes()
 
 
+class Uncounted:
+    """It does not count its steps."""
+
+    def step(self, params, grads):
+        params["w"] -= grads["w"]
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state): ...
+
+
+def test_all_ranks_count_from_the_restored_step(rank, tmp_path):
+    """A skipped step is none."""
+    opt, params = allred.distributed(Uncounted(), nonfinite="skip"), {"w": np.zeros(2)}
+    for _ in range(3):
+        opt.step(params, {"w": np.ones(2)})
+    opt.save(tmp_path, params)
+    other = allred.distributed(Uncounted(), nonfinite="skip")
+    assert other.restore(tmp_path, params) == other.global_step == 3
+    for number, gradient in enumerate((1.0, np.nan, 1.0)):
+        other.step(params, {"w": np.full(2, gradient if rank == 0 else 1.0)})
+        assert other.global_step == (4, 4, 5)[number]
+
+
 def test_a_model_that_differs_on_one_rank_is_an_error_of_restore_on_all(rank, size, tmp_path):
     opt, params = allred.distributed(optim.SGD(lr=0.5, momentum=0.5)), {"w": np.ones(3)}
     opt.step(params, {"w": np.ones(3)})

@@ -523,34 +523,6 @@ def test_hooks_may_differ_between_two_runs(world, tmp_path):
     assert (other.best, other.since) == (math.inf, 0)
 
 
-def test_all_ranks_count_from_the_restored_step(world, tmp_path, monkeypatch):
-    """With an optimizer that does not count by itself; here on what takes itself for rank 1. A skipped step is none."""
-
-    class Own:
-        def step(self, params, grads):
-            pass
-
-        def state_dict(self):
-            return {}
-
-        def load_state_dict(self, state):
-            pass
-
-    opt, told = allred.distributed(Own(), nonfinite="skip"), iter([None, (7, "extra", "training")])
-    assert opt.global_step == 0
-    others = types.SimpleNamespace(
-        within=lambda _: contextlib.nullcontext(),
-        current=lambda: types.SimpleNamespace(rank=1, ranks=range(2)),
-        broadcast_object=lambda *_: next(told),
-    )
-    monkeypatch.setattr("allred.modes.optimizer.functions", others)
-    assert opt.restore_all(tmp_path, [np.zeros(2)]) == (7, "extra")
-    assert opt.global_step == 7
-    for gradient in (1.0, math.nan):
-        opt.step([np.zeros(2)], [np.full(2, gradient)])
-        assert opt.global_step == 8
-
-
 def test_a_name_that_the_params_use_for_their_buffers_is_refused(world, tmp_path):
     opt, params = allred.distributed(allred.optim.SGD(lr=1.0)), [np.zeros(2)]
     opt.session_parts = lambda params: (params, {"module": EarlyStopping()})  # as of a torch module
