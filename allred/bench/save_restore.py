@@ -1,7 +1,7 @@
 """`bench checkpoint`: `opt.save` and `opt.restore` of mode sync, with SGD and momentum, against the raw files.
 
 raw write    rank 0 writes as many bytes to one file, and syncs it to disk
-raw read     each rank reads the file of the checkpoint into new memory
+raw read     each rank reads a file of that size into new memory
 torch.save, torch.load    of the same arrays, on rank 0 and on each rank, with the sync; where torch is installed
 
 The calls are interleaved. The files are in --directory, and usually in the page cache when they are read.

@@ -77,8 +77,8 @@ class DistributedBatchSampler(Loader):
         rows = integer(f"{name}: data", len(data) if hasattr(data, "__len__") else data, 0)
         if rows < size:
             raise InputError(
-                f"{name}: the data has {rows} rows, which is less than one for each of the {size} ranks; start at most "
-                f"{rows} ranks, or pass more data"
+                f"{name}: the data has {rows} rows, which is less than one for each of the {size} ranks; start "
+                "fewer ranks, or pass more data"
             )
         seed = None if seed is None else integer(f"{name}: seed", seed, 0, "pass None to keep the order")
         batch_size = check_batch_size(name, batch_size, size)

@@ -34,9 +34,9 @@ def variable(value: Any, name: str = "", dtype: Any = None) -> Array:
     It is a numpy array, this worker's copy, which `opt.step` and `opt.pull` update. Pass the array itself to the
     optimizer, not a copy. With "/job:ps" without a task, or without a device, the optimizer places it.
 
-    value: an array or number, or a function without arguments that returns it. name: used in messages, and in
-        checkpoints if the parameters are a list or tuple, which gives its members no names, and if it is unique. dtype:
-        default that of the value.
+    value: an array or number, or a function without arguments that returns it. name: used in messages. It is
+        also the name in checkpoints if it is unique and the parameters are a list or tuple, which gives no names.
+        dtype: by default the value's dtype.
     Raises InputError for a device that is not in the cluster, or is another worker.
     """
     array = np.array(value() if callable(value) else value, dtype=dtype)

@@ -74,7 +74,7 @@ def _detached(value: Any) -> Any:
 
 
 def _check(own: dict[str, torch.Tensor], saved: dict[str, Any]) -> None:
-    """Raise InputError unless saved tensors fit those of the module."""
+    """Raise InputError unless the saved tensors fit the module's tensors."""
     here, there = ({name: _shape(value) for name, value in each.items()} for each in (own, saved))
     if odd := sorted(name for name in {**here, **there} if here.get(name) != there.get(name)):
         ours, theirs = ({name: shapes[name] for name in odd if name in shapes} for shapes in (here, there))
