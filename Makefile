@@ -92,14 +92,16 @@ test-spark: $(VENV_mpich)/.spark ## Spark: local, local-cluster and standalone (
 # The machine's own Python; nothing is downloaded. allred is installed into a folder in PYTHONPATH: cupy looks for NVRTC in
 # the site-packages of its own Python, and would not find it from a virtual environment. MPI_WHEEL: an MPI, if there is none.
 GPU := $(abspath build/gpu)
-# PYTHONSAFEPATH: allred as it is installed, not the folder here.
-gpu = PYTHONSAFEPATH=1 PYTHONPATH=$(GPU):$(CURDIR)/examples$${PYTHONPATH:+:$$PYTHONPATH} PATH=$$PATH:$(GPU)/mpi/bin \
+# PYTHONSAFEPATH: allred as it is installed, not the folder here. mpi/bin comes first in PATH, because the machine may
+# have another MPI, and therefore contains no Python.
+gpu = PYTHONSAFEPATH=1 PYTHONPATH=$(GPU):$(CURDIR)/examples$${PYTHONPATH:+:$$PYTHONPATH} PATH=$(GPU)/mpi/bin:$$PATH \
   MPI4PY_LIBMPI=$$(ls $(GPU)/mpi/lib/libmpi.so.12 2> /dev/null) ALLRED_GPU_OVERSUBSCRIBE=1
 
 gpu-environment:
 	rm -rf $(GPU)
 	$(if $(MPI_WHEEL),$(GPU_PYTHON) -m venv --without-pip $(GPU)/mpi)
 	$(if $(MPI_WHEEL),$(GPU_PYTHON) -m pip --python $(GPU)/mpi/bin/python install --quiet --no-index $(MPI_WHEEL))
+	rm -f $(GPU)/mpi/bin/python*
 	@$(gpu) $(GPU_PYTHON) tests/gpu/environment.py
 	$(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --no-build-isolation --target $(GPU) .
 	$(gpu) $(GPU_PYTHON) -m allred.native

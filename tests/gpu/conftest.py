@@ -16,6 +16,7 @@ _spec.loader.exec_module(_parallel)
 pytest_runtest_makereport = _parallel.pytest_runtest_makereport  # the outcome of a test is the same on all ranks
 
 
+@pytest.hookimpl(trylast=True)  # after the reporter of pytest, which the next line needs
 def pytest_configure(config):
     _parallel.pytest_configure(config)
     config.addinivalue_line("markers", "mpi: for all ranks of an mpirun")
