@@ -4,7 +4,7 @@ The default group uses the communicator of all ranks. Every other group creates 
 operations are independent of all other groups, even with the same ranks.
 
 torch 2.13 renamed some collectives and kept the old names; both are defined. Calls with GPU tensors are forwarded to a
-device group, ProcessGroupNCCL.
+device group, torch's own group with ProcessGroupNCCL.
 """
 
 import collections
@@ -253,12 +253,12 @@ class ProcessGroupAllred(dist.ProcessGroup):
 
     def _start_coalescing(self, device: torch.device) -> None:
         if device.type != "cpu":
-            self.device_group(device.type)._start_coalescing()
+            self.device_group(device.type)._start_coalescing(device)
         self._first_coalesced = next(self._numbers)
 
     def _end_coalescing(self, device: torch.device) -> Any:
         if device.type != "cpu":
-            return self.device_group(device.type)._end_coalescing()
+            return self.device_group(device.type)._end_coalescing(device)
         works = [work for number, work in sorted(self._unfinished.items()) if number > self._first_coalesced]
         return self._start([part for work in works for part in work.take_operations()], [])
 
@@ -363,11 +363,13 @@ class ProcessGroupAllred(dist.ProcessGroup):
         return [torch.device("cpu"), *map(torch.device, self._device_groups)]
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Return the group for tensors on a device: this one until a device group is created. Raises DeviceError."""
+        """Return torch's backend of the device group: this group until there is one. Raises DeviceError."""
         name = torch.device(device).type
-        if name != "cpu" and name not in self._device_groups:
+        if name in self._device_groups:
+            return self._device_groups[name]._get_backend(device)
+        if name != "cpu":
             _check_device(name)
-        return self._device_groups.get(name, self)
+        return self
 
     supports_splitting = supports_coalescing = supports_time_estimate = False
 
@@ -389,11 +391,19 @@ def _check_device(device: str) -> None:
 
 
 def _create_device_group(device: str, store: Any, communicator: Communicator, timeout_s: float | None) -> Any:
-    """Create the group for tensors on `device`."""
+    """Create the group for tensors on `device`: torch's own process group, with NCCL as its backend."""
     _check_device(device)
     options = dist.ProcessGroupNCCL.Options()
     if timeout_s is not None:
         options._timeout = datetime.timedelta(seconds=timeout_s)
-    group = dist.ProcessGroupNCCL(store, communicator.rank, communicator.size, options)
+    nccl = dist.ProcessGroupNCCL(store, communicator.rank, communicator.size, options)
+    return _group_of_backend(device, dist.ProcessGroup.BackendType.NCCL, nccl, store)
+
+
+def _group_of_backend(device: str, kind: Any, backend: Any, store: Any) -> Any:
+    """Return a group that calls one backend of torch. A backend alone has not all methods of a group."""
+    group = dist.ProcessGroup(store, backend.rank(), backend.size())
+    group._set_default_backend(kind)
+    group._register_backend(torch.device(device), kind, backend)
     group._set_sequence_number_for_group()
     return group

@@ -23,12 +23,13 @@ from allred.torch import process_group, rendezvous, torch_work  # noqa: E402
 
 
 class FakeDeviceGroup:
-    """Stands for ProcessGroupNCCL; records calls."""
+    """Stands for torch's own group with ProcessGroupNCCL; records calls."""
 
     def __init__(self):
         self.calls = []
 
     def __getattr__(self, name):
+        getattr(dist.ProcessGroup, name)  # raises AttributeError for what the real one has not
         return lambda *arguments: self.calls.append((name, arguments)) or "its work"
 
 
@@ -75,9 +76,23 @@ def test_tensors_on_other_devices_are_forwarded(group, monkeypatch, name, count)
     assert (device, communicator, timeout_s) == ("meta", group.communicator, 7)
     store.set("key", "value")
     assert group._device_types == [torch.device("cpu"), torch.device("meta")]
-    assert group._get_backend(torch.device("meta")) is group.device_group("meta")
+    assert group._get_backend(torch.device("meta")) == "its work"
+    assert group.device_group("meta").calls[-1][0] == "_get_backend"
     group.shutdown()
     assert group.device_group("meta").calls[-1] == ("shutdown", ())
+
+
+def test_a_device_group_has_the_methods_of_a_group_and_not_those_of_its_backend():
+    """Regression: on a GPU, DTensor.full_tensor() was an AttributeError. Here gloo stands for NCCL."""
+    store = dist.HashStore()
+    gloo = dist.ProcessGroupGloo(store, 0, 1)
+    made = process_group._group_of_backend("cpu", dist.ProcessGroup.BackendType.GLOO, gloo, store)
+    tensor, gathered = torch.arange(3.0), torch.zeros(3)
+    made.allgather_into_tensor_coalesced([gathered], [tensor]).wait()
+    made.allreduce([tensor]).wait()
+    assert gathered.tolist() == tensor.tolist() == [0, 1, 2]
+    assert isinstance(made._get_backend(torch.device("cpu")), dist.ProcessGroupGloo)
+    made.shutdown()
 
 
 def test_messages_and_splits_are_forwarded(group, monkeypatch):
