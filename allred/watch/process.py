@@ -110,8 +110,15 @@ class Watcher:
                 self._print("")
         if self._monitor is not None:
             self._monitor.close()
-        if self._has_lost_host and self._settings["launcher"]:
+        if self._settings["launcher"] and self._has_lost_host:
             self._launchers.end()
+        elif self._settings["launcher"] and self._is_ending:
+            self._launchers.end_idle()
+
+    @property
+    def _is_ending(self) -> bool:
+        """Whether the job has failed."""
+        return self._has_verdict or (self._job is not None and self._job.verdict is not None)
 
     def _is_done(self, now: float) -> bool:
         if self._links:  # ranks of other nodes are still leaving, or there are deaths to report
@@ -290,9 +297,8 @@ class Watcher:
 
     def _lose_hosts(self, now: float) -> None:
         """Give up hosts that were silent until the time limit; once the job is ending, all silent hosts at once."""
-        is_ending = self._has_verdict or (self._job is not None and self._job.verdict is not None)
         for link, heartbeat in list(self._heartbeats.items()):
-            if heartbeat.is_lost(now) or (is_ending and heartbeat.is_silent):
+            if heartbeat.is_lost(now) or (self._is_ending and heartbeat.is_silent):
                 self._lose_host(link, now)
 
     def _lose_host(self, link: Channel, now: float) -> None:

@@ -88,6 +88,12 @@ def launcher_ancestors(pid: int) -> list[int]:
     return found
 
 
+def has_children(pid: int) -> bool:
+    """Return whether a process has a child that has not ended."""
+    others = (int(name) for name in os.listdir("/proc") if name.isdecimal())
+    return any(int(_status(other)[1]) == pid and is_alive(other) for other in others)
+
+
 def handles(pid: int, number: int) -> bool:
     """Return whether a process handles or ignores a signal, rather than ending by it."""
     with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/status") as file:

@@ -1240,6 +1240,29 @@ def test_the_launcher_above_a_rank_is_ended_and_no_other(tmp_path):
         assert other.poll() is None
 
 
+@pytest.mark.parametrize("has_child", [False, True])
+def test_after_a_failed_job_only_a_launcher_without_children_is_ended(has_child, tmp_path, monkeypatch):
+    """A Python named mpirun, which goes on after its rank."""
+    monkeypatch.setattr("allred.watch.launchers.FAILED_S", 0.2)
+    (tmp_path / "mpirun").symlink_to(sys.executable)
+    body = (
+        "import subprocess, time; rank = subprocess.Popen(['sleep', '60']); print(rank.pid, flush=True); rank.wait()\n"
+    )
+    body += "subprocess.run(['sleep', '60'])" if has_child else "time.sleep(60)"
+    start = [tmp_path / "mpirun", "-c", body]
+    with subprocess.Popen(start, stdout=subprocess.PIPE, text=True, start_new_session=True) as mpirun:
+        try:
+            rank = int(mpirun.stdout.readline())
+            launchers = Launchers()
+            launchers.record(rank)
+            os.kill(rank, signal.SIGKILL)
+            launchers.end_idle()
+            assert (mpirun.poll() is None) == has_child
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(mpirun.pid, signal.SIGKILL)
+
+
 def monitored(values, state=None):
     entry = {"host": "here", "role": "", "counters": list(values)}
     return entry if state is None else {**entry, "state": state}
