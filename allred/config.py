@@ -91,8 +91,8 @@ class Config:
     )
     overlap: str = _setting(
         "auto",
-        "when a hooked torch optimizer sends gradients: during the backward pass (always), at its end (never), or "
-        "during it if a core of the rank is free or the model is on a GPU (auto)",
+        "when hooked torch optimizers and opt.reduce send gradients: during the backward pass (always), at its end "
+        "(never), or during it if a core of the rank is free or the model is on a GPU (auto)",
         choices=("auto", "always", "never"),
     )
     bucket_bytes: int = _setting(

@@ -72,16 +72,17 @@ def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> N
 def _measure_steps(name: str, options: argparse.Namespace, comm: Any) -> Iterator[dict[str, Any]]:
     group = baselines.allocate(verify.OVERLAP_SETS[name](), options.dtype)
     grads = {f"{index:04}": array for index, array in enumerate(group)}
+    params = dict(zip(grads, baselines.allocate([array.shape for array in group], options.dtype), strict=True))
     opt = allred.distributed(_NoUpdate(), name=name)
     for _ in range(2):  # overlap starts with the second step
-        _step(opt, grads, 0.0, time.sleep, early=True)
-    alone = measure.interleave({"step": lambda: opt.step(grads, grads)}, comm, options.seconds / 2)
+        _step(opt, params, grads, 0.0, time.sleep, early=True)
+    alone = measure.interleave({"step": lambda: opt.step(params, grads)}, comm, options.seconds / 2)
     compute_s = float(np.median(alone["step"].seconds))
     for kind, part in (("sleep", time.sleep), ("numpy", _numpy_part()), ("python", _python_part())):
         calls: dict[str, Call] = {
             "compute": functools.partial(_backward, grads, compute_s, part, None),
-            "after": functools.partial(_step, opt, grads, compute_s, part, False),
-            "early": functools.partial(_step, opt, grads, compute_s, part, True),
+            "after": functools.partial(_step, opt, params, grads, compute_s, part, False),
+            "early": functools.partial(_step, opt, params, grads, compute_s, part, True),
         }
         times = measure.interleave(calls, comm, options.seconds)
         compute, after, early = (times[name].us(50) for name in calls)
@@ -98,9 +99,11 @@ def _measure_steps(name: str, options: argparse.Namespace, comm: Any) -> Iterato
         }
 
 
-def _step(opt: Any, grads: dict[str, Array], compute_s: float, part: Part, early: bool) -> None:
+def _step(
+    opt: Any, params: dict[str, Array], grads: dict[str, Array], compute_s: float, part: Part, early: bool
+) -> None:
     _backward(grads, compute_s, part, opt if early else None)
-    opt.step(grads, grads)
+    opt.step(params, grads)
 
 
 def _backward(grads: dict[str, Array], compute_s: float, part: Part, opt: Any) -> None:

@@ -15,14 +15,20 @@ Between 1 and 3 a rank keeps its mistakes to itself and sends zeros for gradient
 for its buckets. So errors are raised in step(), with the same text on all ranks.
 
 Each gradient must be where it was on rank 0 when the order was set: on the host or on a GPU.
+
+A rank with one core cannot compute and communicate at once: to send early would only interrupt the computation. So it
+calls reduce() without effect, and sends all in step(), if the thread that called reduce() in the last step computed for
+most of the time from the first call to step(). This rank decides alone; to the others it is a rank that is late.
 """
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from allred import arrays
+from allred import arrays, world
+from allred.cluster import processors
 from allred.comm import arguments, functions
 from allred.comm.communicator import Communicator
 from allred.comm.device_reduce import ReductionResult
@@ -37,6 +43,7 @@ from allred.modes.options import StepInput
 from allred.modes.reducer import Reducer, takes_gpu, tensor_of, writable
 from allred.timeline.recorder import span
 
+_BUSY_SHARE = 0.5  # of the time: the thread computes
 _NEEDS_ALL = 1  # flag of the opening: this rank needs all gradients before any is changed
 _DEVICES = ("the host", "a GPU")
 
@@ -57,6 +64,8 @@ class Overlap:
             tuple[tuple[int, ...], Plan]
         ] = []  # positions and plan, in the order in which they are sent
         self._communicator: Communicator | None = None  # of the step that has begun
+        self._begun = 0.0, 0.0  # the first reduce() of the step: time, and CPU time of the thread
+        self._is_busy = False  # whether the thread computed for most of the last step
         self.end_step()
 
     def end_step(self) -> None:
@@ -64,6 +73,7 @@ class Overlap:
         self._ready: dict[int, Any] = {}  # by position: the array that is reduced
         self._opening: Work[list[OwnFields]] | None = None
         self._needs_all: bool | None = None  # whether a rank needs all gradients first; None: unknown
+        self._sends_early = True
         self._weight: float | None = None
         self._checks_results = False  # whether the reductions check their results, instead of a scan; on all ranks
         # The reductions of the buckets, and the arrays that get the results.
@@ -126,14 +136,23 @@ class Overlap:
         if not self.has_begun:
             self._communicator = functions.current()
             self._communicator.unfinished[self] = f"reduce({name!r}) has begun a step; call {self._title} before"
+            self._begun = time.perf_counter(), time.thread_time()
+            self._sends_early = self._decide()
         self._given[name] = grad
         self._order_streams([grad])
-        if not self.has_order:
+        if not self.has_order or not self._sends_early:
             return
         if self._opening is None:
             self._open(samples)
         self._problem = self._problem or self._accept(name, grad)
         self._advance()
+
+    def _decide(self) -> bool:
+        """Return whether to send gradients before step()."""
+        setting = world.config().overlap
+        if setting == "auto":
+            return any(self._on_gpu) or not self._is_busy or processors.cores_per_rank() > 1
+        return setting == "always"
 
     def _accept(self, name: str, grad: Any) -> str:
         """Note that a gradient is ready; return why it cannot be used, or ""."""
@@ -221,22 +240,25 @@ class Overlap:
         """Return the input of a step with the first mistake in the calls of reduce() before it."""
         if self._given:
             self._order_streams(given.values)
+            time_s, cpu_s = time.perf_counter() - self._begun[0], time.thread_time() - self._begun[1]
+            self._is_busy = cpu_s > _BUSY_SHARE * time_s
         problem = given.problem
         if self._given or self.has_order:
             problem = problem or self._problem or self._shared_memory_problem(given)
         if self.has_order:
             problem = problem or self._mismatch(given.tensors, given.values)
-        elif not problem:
+        else:
             positions = {tensor.name: index for index, tensor in enumerate(given.tensors)}
-            problem = next((_unknown(name, list(positions)) for name in self._given if name not in positions), "")
             problem = problem or self._other_array_problem(positions, given.values)
         return given._replace(problem=problem)
 
     def _other_array_problem(self, positions: dict[str, int], values: Sequence[Any]) -> str:
-        """Return the error text if step() got another array than reduce(); "" if not."""
+        """Return the error text if reduce() got a name or an array that step() did not get; "" if not."""
         for name, grad in self._given.items():
             index = positions.get(name)
-            if index is not None and values[index] is not grad:
+            if index is None:
+                return _unknown(name, list(positions))
+            if values[index] is not grad:
                 return f"reduce({name!r}) got another array than step(); pass the same array to both"
         return ""
 

@@ -309,8 +309,7 @@ def _difference(oracle: Oracle, rank: Rank) -> str:
         pairs["scale"] = scaler.get_scale(), oracle.scale
     for name, (got, want) in pairs.items():
         got, want = _numbers(torch.as_tensor(got)), _numbers(torch.as_tensor(want))
-        # In bfloat16, numbers may cancel each other, and later steps amplify the error of the largest.
-        size = max(largest, _largest([want])) if plan.dtype == "bfloat16" else largest
+        size = max(largest, _largest([want]))  # numbers may cancel each other, and later steps amplify their errors
         if not torch.allclose(got, want, tolerance, tolerance * size, equal_nan=True):
             return f"{name} is {got.tolist()}, expected {want.tolist()}"
     for index, parameter in enumerate(rank.params):

@@ -84,6 +84,7 @@ def play(surface: str, ranks: int, world: str, first: int, last: int) -> tuple[i
     """Run scenarios as one job. Return the seed of the first one that failed, and the output; None if none did,
     and notes."""
     environment = WORLDS[world] | {"ALLRED_TIMEOUT_S": "30", "ALLRED_BANNER": "0", "OMP_NUM_THREADS": "1"}
+    environment |= {"ALLRED_OVERLAP": "always"}  # auto depends on the time that a backward pass computes
     environment |= {"ALLRED_PRETEND_NODES": NODES[ranks]} if world == "tcp" and ranks > 1 else {}
     limit_s, program = 60 + 5 * (last - first), [HERE / "rank_program.py", surface, str(first), str(last)]
     mpi = "openmpi" if world == "openmpi" else "mpich"

@@ -25,6 +25,7 @@ from allred.comm.create import BACKENDS, create, select_backend
 from allred.errors import ConfigError
 
 NODES = {2: [[0, 1]], 3: [[0, 0, 1]], 4: [[0, 0, 1, 1], [0, 1, 0, 0], [0, 1, 1, 0]]}  # the node of each rank
+os.environ["ALLRED_OVERLAP"] = "always"  # auto depends on the time that a backward pass computes
 GRACE_S = 5  # for the others to report, once this rank has failed
 
 _world = MPI.COMM_WORLD.Dup()  # for these reports alone

@@ -475,6 +475,8 @@ def test_an_error_of_allred_is_an_object_like_others(comm):
 
 def test_a_mismatch_names_an_earlier_error(comm):
     """Which the program may have caught on some ranks without knowing it: it is a ValueError."""
+    if comm.size == 1:
+        pytest.skip("one rank agrees with itself")
     with pytest.raises(ValueError, match="got NoneType"):
         comm.allreduce(None).wait()
     with pytest.raises(MismatchError) as error:

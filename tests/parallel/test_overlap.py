@@ -1,11 +1,13 @@
 """opt.reduce(name, grad): gradients that go out before the step, with the results and errors of a step without."""
 
+import dataclasses
 import time
 
 import numpy as np
 import pytest
 
 import allred
+from allred import world
 from allred.comm import functions
 from allred.errors import InputError, NonFiniteError
 from allred.modes.detect.mistake_checks import MistakeChecks
@@ -138,8 +140,11 @@ def test_gradients_go_out_before_the_step(rank, size):
     assert buckets == [["c"], ["e", "d", "b"], ["a"]]  # as they become full
     mean = sum(grads_of(r, FIRST)["c"] for r in range(size)) / size
     deadline = time.monotonic() + 20
-    while not np.allclose(grads["c"], mean, atol=1e-5):  # "c" is a bucket of its own
+    while not opt._get_mode()._overlap._sent:
         opt._get_mode()._overlap._advance()
+        assert time.monotonic() < deadline
+    while not np.allclose(grads["c"], mean, atol=1e-5):  # "c" is a bucket of its own, which the thread reduces
+        time.sleep(0.001)
         assert time.monotonic() < deadline
     opt.step(params, grads)
     held = grads_of(rank, FIRST + 1)
@@ -147,6 +152,39 @@ def test_gradients_go_out_before_the_step(rank, size):
     time.sleep(0.01)
     assert held["a"].tobytes() == grads_of(rank, FIRST + 1)["a"].tobytes()
     opt.step(params, held)
+
+
+@pytest.mark.parametrize(
+    ("setting", "cores", "computes", "early"),
+    [
+        ("auto", 1, False, True),
+        ("auto", 1, True, False),
+        ("auto", 2, True, True),
+        ("always", 1, True, True),
+        ("never", 2, False, False),
+    ],
+)
+def test_a_rank_without_a_free_core_sends_in_the_step(rank, size, monkeypatch, setting, cores, computes, early):
+    """Only the last rank computes. The result is that of the other ranks' way, and so are errors."""
+    here = world.current()
+    monkeypatch.setattr(here, "config", dataclasses.replace(here.config, overlap=setting))
+    monkeypatch.setattr(here, "cores", cores)
+    opt, params, expected = allred.distributed(allred.optim.SGD(lr=1.0), bucket_bytes=4096), params_of(), params_of()
+    steps = FIRST + 3
+    for step in range(steps):
+        grads = grads_of(rank, step)
+        for name in NAMES[::-1]:
+            opt.reduce(name, grads[name])
+            until = time.thread_time() + 0.004
+            while computes and rank == size - 1 and time.thread_time() < until:
+                pass
+            time.sleep(0 if computes and rank == size - 1 else 0.002)
+        assert opt._get_mode()._overlap._sends_early == (early or (setting == "auto" and (rank < size - 1 or not step)))
+        opt.step(params, grads)
+    opt = allred.distributed(allred.optim.SGD(lr=1.0), bucket_bytes=4096)
+    for step in range(steps):
+        opt.step(expected, grads_of(rank, step))
+    same(params, expected)
 
 
 @pytest.mark.usefixtures("progress_thread")
@@ -197,9 +235,11 @@ MISTAKES = {
 
 @pytest.mark.parametrize("what", MISTAKES)
 @pytest.mark.parametrize("steps", [0, FIRST + 1], ids=["first step", "later"])
-def test_mistakes_are_errors_on_all_ranks_in_step(rank, size, what, steps):
+@pytest.mark.parametrize("setting", ["always", "never"])
+def test_mistakes_are_errors_on_all_ranks_in_step(rank, size, what, steps, setting, monkeypatch):
     mistake, words = MISTAKES[what]
-    if steps == 0 and what in ("shape", "dtype", "no array"):
+    monkeypatch.setattr(world.current(), "config", dataclasses.replace(world.config(), overlap=setting))
+    if (steps == 0 or setting == "never") and what in ("shape", "dtype", "no array"):
         words = "got another array than step"
     opt, params = allred.distributed(allred.optim.SGD(lr=1.0), bucket_bytes=4096), params_of()
     for step in range(steps):

@@ -62,7 +62,16 @@ PRIVATE_BUT_DOCUMENTED |= {"_ARRAY_API"}  # numpy's C API
 
 # Names of torch without a public form, which backends written by others use too.
 OF_TORCH = {"_C", "_distributed_c10d", "_current_autograd_node", "_disable_dynamo", "_execution_engine"}
-OF_TORCH |= {"_set_sequence_number_for_group", "_timeout", "_world", "_dynamo", "_opt_called", "_wrapped_by_lr_sched"}
+OF_TORCH |= {
+    "_set_sequence_number_for_group",
+    "_register_backend",
+    "_set_default_backend",
+    "_timeout",
+    "_world",
+    "_dynamo",
+    "_opt_called",
+    "_wrapped_by_lr_sched",
+}
 OF_TORCH |= {"_version"}
 OF_TORCH |= {"_BatchNorm"}  # the base class of its own SyncBatchNorm
 
