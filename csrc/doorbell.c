@@ -8,19 +8,24 @@
 
 #define SECOND_NS 1000000000
 
-void allred_doorbell_set(allred_doorbell *doorbell) { atomic_store_explicit(doorbell, 1, memory_order_seq_cst); }
+void allred_doorbell_set(allred_doorbell *doorbell, uint32_t value) {
+  atomic_store_explicit(doorbell, value, memory_order_seq_cst);
+}
 
 void allred_doorbell_clear(allred_doorbell *doorbell) { atomic_store_explicit(doorbell, 0, memory_order_seq_cst); }
 
-void allred_doorbell_sleep(allred_doorbell *doorbell, int64_t limit_ns) {
+void allred_doorbell_sleep(allred_doorbell *doorbell, uint32_t value, int64_t limit_ns) {
   const struct timespec limit = {limit_ns / SECOND_NS, limit_ns % SECOND_NS};
-  if (limit_ns > 0) syscall(SYS_futex, doorbell, FUTEX_WAIT, 1, &limit, NULL, 0);
+  if (limit_ns > 0) syscall(SYS_futex, doorbell, FUTEX_WAIT, value, &limit, NULL, 0);
+}
+
+void allred_doorbell_ring_if(allred_doorbell *doorbell, uint32_t value) {
+  if (value && atomic_compare_exchange_strong_explicit(doorbell, &value, 0, memory_order_seq_cst, memory_order_seq_cst))
+    syscall(SYS_futex, doorbell, FUTEX_WAKE, 1, NULL, NULL, 0);
 }
 
 void allred_doorbell_ring(allred_doorbell *doorbell) {
-  if (!atomic_load_explicit(doorbell, memory_order_seq_cst)) return;
-  if (atomic_exchange_explicit(doorbell, 0, memory_order_seq_cst))
-    syscall(SYS_futex, doorbell, FUTEX_WAKE, 1, NULL, NULL, 0);
+  allred_doorbell_ring_if(doorbell, atomic_load_explicit(doorbell, memory_order_seq_cst));
 }
 
 int64_t allred_now_ns(void) {

@@ -1,5 +1,6 @@
 /*
- * How a process waits for another: it spins, yields its core, then sleeps on a doorbell, a shared futex word (0 or 1).
+ * How a process waits for another: it spins, yields its core, then sleeps on a doorbell, a shared futex word; 0 means
+ * that nobody sleeps.
  *
  *   sleeper  1  set the word
  *            2  check again for the event that it waits for
@@ -19,13 +20,14 @@
 
 typedef _Atomic uint32_t allred_doorbell;
 
-/* Steps 1, 3 (for at most `limit_ns`) and 4 of the sleeper. The sleep can also end early, by a signal. */
-void allred_doorbell_set(allred_doorbell *doorbell);
-void allred_doorbell_sleep(allred_doorbell *doorbell, int64_t limit_ns);
+/* Steps 1, 3 (for at most `limit_ns`) and 4 of the sleeper. The sleep can also end early, by a signal. value: not 0. */
+void allred_doorbell_set(allred_doorbell *doorbell, uint32_t value);
+void allred_doorbell_sleep(allred_doorbell *doorbell, uint32_t value, int64_t limit_ns);
 void allred_doorbell_clear(allred_doorbell *doorbell);
 
-/* Step 2 of the waker. */
+/* Step 2 of the waker: wake any sleeper; wake a sleeper that has set this value. */
 void allred_doorbell_ring(allred_doorbell *doorbell);
+void allred_doorbell_ring_if(allred_doorbell *doorbell, uint32_t value);
 
 /* The clock CLOCK_MONOTONIC. */
 int64_t allred_now_ns(void);

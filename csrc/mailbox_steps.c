@@ -128,9 +128,9 @@ int allred_request_step(allred_request *request, const allred_mailbox *box) {
 
 /* Set the doorbell, and sleep if no step is possible. Return whether one was. */
 static int step_or_sleep(allred_request *request, const allred_mailbox *box, int64_t limit_ns) {
-  allred_doorbell_set(allred_mailbox_worker_doorbell(box));
+  allred_doorbell_set(allred_mailbox_worker_doorbell(box), 1);
   const int status = allred_request_step(request, box);
-  if (status == ALLRED_REQUEST_PENDING) allred_doorbell_sleep(allred_mailbox_worker_doorbell(box), limit_ns);
+  if (status == ALLRED_REQUEST_PENDING) allred_doorbell_sleep(allred_mailbox_worker_doorbell(box), 1, limit_ns);
   allred_doorbell_clear(allred_mailbox_worker_doorbell(box));
   return status != ALLRED_REQUEST_PENDING;
 }
@@ -300,9 +300,9 @@ int allred_mailbox_wait_any(allred_service *const *services, const allred_mailbo
     }
     allred_doorbell *doorbell = common_doorbell(boxes, count),
                     *sleep_on = doorbell ? doorbell : boxes[0]->server_doorbell;
-    allred_doorbell_set(sleep_on);
+    allred_doorbell_set(sleep_on, 1);
     found = find_request(services, boxes, count, first);
-    if (found < 0) allred_doorbell_sleep(sleep_on, doorbell || left < POLL_NS ? left : POLL_NS);
+    if (found < 0) allred_doorbell_sleep(sleep_on, 1, doorbell || left < POLL_NS ? left : POLL_NS);
     allred_doorbell_clear(sleep_on);
   }
 }

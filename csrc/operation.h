@@ -183,10 +183,27 @@ char *allred_operation_chunk(const allred_operation *, int rank);
 /* Take one step. PROGRESSED; PENDING if it must wait for a rank; DONE; or DIFFER: the headers do not agree. */
 int allred_step(allred_operation *);
 
-/* Take steps for 20 ms at most, until `idle_limit_ns` pass without progress; meanwhile spin, then yield the core. */
-int allred_run(allred_operation *, int64_t idle_limit_ns);
+/*
+ * How a thread waits. It spins, then yields its core. A yield that returns late says that others need this core: then,
+ * for the next 10 ms, the thread does not yield, but sleeps until the rank that it waits for publishes something.
+ *
+ * idle_limit_ns    it gives up after so long without progress
+ * leave            it gives up as soon as this is not 0
+ * contended_until  a time of this thread: until then it sleeps; NULL: it never sleeps
+ */
+typedef struct {
+  int64_t idle_limit_ns;
+  const _Atomic int *leave;
+  int64_t *contended_until;
+} allred_patience;
 
-/* The same, but return PENDING as soon as `leave` is not 0. */
-int allred_run_unless(allred_operation *, int64_t idle_limit_ns, const _Atomic int *leave);
+/* Take steps for 20 ms at most, or until the patience ends. */
+int allred_run_patiently(allred_operation *, const allred_patience *);
+
+/* The same for a caller, which waits for the operation. It sleeps only if the segment allows it: where ranks share
+ * cores with each other, a yield is late because a peer works, and to pass the core on by yields is two to six times as
+ * fast. */
+allred_patience allred_caller_patience(allred_segment *, int64_t idle_limit_ns);
+int allred_run(allred_operation *, int64_t idle_limit_ns);
 
 #endif

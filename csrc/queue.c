@@ -125,16 +125,16 @@ static void unclaim(allred_queue *queue) {
 }
 
 /* Take steps until `until` is complete. Return whether there was progress. */
-static int make_progress(allred_queue *queue, const allred_operation *until, int64_t idle_limit_ns,
-                         const _Atomic int *leave) {
+static int make_progress(allred_queue *queue, const allred_operation *until, const allred_patience *patience) {
   const int64_t begun = allred_now_ns();
   for (int moved = 0;; moved = 1) {
     lock(queue);
     allred_operation *op = next(queue);
     unlock(queue);
-    if (!op || allred_now_ns() - begun > MAX_RUN_NS || atomic_load_explicit(leave, memory_order_relaxed)) return moved;
+    if (!op || allred_now_ns() - begun > MAX_RUN_NS || atomic_load_explicit(patience->leave, memory_order_relaxed))
+      return moved;
     const uint64_t before = atomic_load_explicit(&op->progress_count, memory_order_relaxed);
-    const int status = allred_run_unless(op, idle_limit_ns, leave);
+    const int status = allred_run_patiently(op, patience);
     if (status == ALLRED_PENDING)
       return moved || atomic_load_explicit(&op->progress_count, memory_order_relaxed) != before;
     lock(queue);
@@ -145,12 +145,12 @@ static int make_progress(allred_queue *queue, const allred_operation *until, int
 }
 
 int allred_queue_run(allred_queue *queue, allred_operation *op, int64_t idle_limit_ns) {
-  static const _Atomic int never = 0;
+  const allred_patience patience = allred_caller_patience(op->segment, idle_limit_ns);
   const int64_t begun = allred_now_ns();
   atomic_fetch_add_explicit(&queue->waiting, 1, memory_order_relaxed);
   while (!allred_queue_settled(op)) {
     if (claim(queue)) {
-      make_progress(queue, op, idle_limit_ns, &never);
+      make_progress(queue, op, &patience);
       unclaim(queue);
     }
     if (allred_queue_settled(op) || allred_now_ns() - begun >= idle_limit_ns) break;
@@ -189,7 +189,8 @@ static void *progress_thread(void *argument) {
       queue->claimed = 1;
       unlock(queue);
       const int64_t begun = allred_now_ns();
-      const int moved = make_progress(queue, NULL, THREAD_SPIN_NS, &queue->waiting);
+      const allred_patience patience = {THREAD_SPIN_NS, &queue->waiting, NULL};
+      const int moved = make_progress(queue, NULL, &patience);
       const int64_t now = allred_now_ns();
       lock(queue);
       queue->claimed = 0;

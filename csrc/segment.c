@@ -3,6 +3,8 @@
 #include <stdatomic.h>
 #include <string.h>
 
+#include "doorbell.h"
+
 #define PAGE 4096
 /* Processors fetch cache lines in aligned pairs; a header and the first data bytes are one pair. */
 #define PAIR ((size_t)2 * ALLRED_LINE)
@@ -12,7 +14,7 @@ static size_t inline_slot_bytes(void) { return allred_round_up(sizeof(allred_hea
 static size_t ring_bytes(size_t chunk_bytes) { return ALLRED_RING_CHUNKS * chunk_bytes; }
 
 static size_t area_bytes(size_t chunk_bytes) {
-  return allred_round_up(PAIR + 2 * inline_slot_bytes() + ring_bytes(chunk_bytes), PAGE);
+  return allred_round_up(2 * PAIR + 2 * inline_slot_bytes() + ring_bytes(chunk_bytes), PAGE);
 }
 
 size_t allred_segment_bytes(int ranks, size_t chunk_bytes) { return (size_t)ranks * area_bytes(chunk_bytes); }
@@ -29,8 +31,18 @@ uint64_t *allred_segment_result(const allred_segment *segment, int rank, uint64_
   return (uint64_t *)(void *)(area(segment, rank) + ALLRED_LINE) + (operation & 1);
 }
 
+/* It has lines of its own, which are in the caches of all ranks: they read it whenever they publish. */
+static allred_doorbell *doorbell(const allred_segment *segment, int rank) {
+  return (allred_doorbell *)(void *)(area(segment, rank) + PAIR);
+}
+
+/* How many ranks sleep: one word, which all ranks read, instead of the doorbells of all. */
+static _Atomic uint32_t *sleepers(const allred_segment *segment) {
+  return (_Atomic uint32_t *)(void *)(area(segment, 0) + PAIR + ALLRED_LINE);
+}
+
 static char *inline_slot(const allred_segment *segment, int rank, uint64_t operation) {
-  return area(segment, rank) + PAIR + (operation & 1) * inline_slot_bytes();
+  return area(segment, rank) + 2 * PAIR + (operation & 1) * inline_slot_bytes();
 }
 
 allred_header *allred_segment_header(const allred_segment *segment, int rank, uint64_t operation) {
@@ -42,7 +54,7 @@ char *allred_segment_inline_slot(const allred_segment *segment, int rank, uint64
 }
 
 char *allred_segment_chunk(const allred_segment *segment, int rank, size_t place) {
-  return area(segment, rank) + PAIR + 2 * inline_slot_bytes() + place;
+  return area(segment, rank) + 2 * PAIR + 2 * inline_slot_bytes() + place;
 }
 
 size_t allred_segment_place(const allred_segment *segment) {
@@ -57,24 +69,43 @@ static _Atomic uint64_t *sequence(const allred_segment *segment, int rank, uint6
   return (_Atomic uint64_t *)(void *)inline_slot(segment, rank, operation);
 }
 
+/* Wake the ranks that wait for this one. */
+static void wake(const allred_segment *segment) {
+  if (!atomic_load_explicit(sleepers(segment), memory_order_seq_cst)) return;
+  for (int rank = 0; rank < segment->ranks; rank++)
+    if (rank != segment->rank) allred_doorbell_ring_if(doorbell(segment, rank), 1 + (uint32_t)segment->rank);
+}
+
+void allred_segment_sleep(const allred_segment *segment, int rank, int64_t limit_ns, int (*can_continue)(const void *),
+                          const void *argument) {
+  const uint32_t value = 1 + (uint32_t)rank;
+  atomic_fetch_add_explicit(sleepers(segment), 1, memory_order_seq_cst);
+  allred_doorbell_set(doorbell(segment, segment->rank), value);
+  if (!can_continue(argument)) allred_doorbell_sleep(doorbell(segment, segment->rank), value, limit_ns);
+  allred_doorbell_clear(doorbell(segment, segment->rank));
+  atomic_fetch_sub_explicit(sleepers(segment), 1, memory_order_seq_cst);
+}
+
 void allred_segment_publish_header(const allred_segment *segment, const allred_header *header) {
   const size_t flag = sizeof header->sequence;
   const uint64_t operation = header->sequence;
   char *slot = inline_slot(segment, segment->rank, operation);
   memcpy(slot + flag, (const char *)header + flag, sizeof *header - flag);
-  atomic_store_explicit(sequence(segment, segment->rank, operation), operation, memory_order_release);
+  atomic_store_explicit(sequence(segment, segment->rank, operation), operation, memory_order_seq_cst);
+  wake(segment);
 }
 
 int allred_segment_has_header(const allred_segment *segment, int rank, uint64_t operation) {
-  return atomic_load_explicit(sequence(segment, rank, operation), memory_order_acquire) == operation;
+  return atomic_load_explicit(sequence(segment, rank, operation), memory_order_seq_cst) == operation;
 }
 
 void allred_segment_publish(const allred_segment *segment, uint64_t first, uint64_t tick) {
-  atomic_store_explicit(stage(segment, segment->rank), first + tick, memory_order_release);
+  atomic_store_explicit(stage(segment, segment->rank), first + tick, memory_order_seq_cst);
+  wake(segment);
 }
 
 int allred_segment_has(const allred_segment *segment, int rank, uint64_t first, uint64_t tick) {
-  return atomic_load_explicit(stage(segment, rank), memory_order_acquire) >= first + tick;
+  return atomic_load_explicit(stage(segment, rank), memory_order_seq_cst) >= first + tick;
 }
 
 uint64_t allred_arena_offset(const allred_segment *segment, const char *data, size_t bytes) {

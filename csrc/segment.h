@@ -5,11 +5,12 @@
  *
  *   stage          how far the rank is within its current operation
  *   results        2, used in turn by operations: what the rank has found in its part of the result (in_place.h)
+ *   doorbell       on which the rank sleeps (doorbell.h): 1 + the rank that it waits for
  *   inline slots   2, used in turn by operations: a header, and the data of an operation that is small
  *   ring           room for consecutive chunks; the next chunk goes to the start if the largest would not fit behind
  *
- * A flag is stored with release after the data that it stands for, and loaded with acquire before this data is read.
- * Flags only grow, so none is ever reset:
+ * A flag is stored with release after the data that it stands for, and loaded with acquire before this data is read;
+ * both are also sequentially consistent, because of the doorbells. Flags only grow, so none is ever reset:
  *
  *   1  `sequence` of a header is the number of the operation, from 1: "my header and my first chunk are written"
  *   2  `stage` is a tick count, with two ticks per round: "I have reached this tick"
@@ -52,10 +53,12 @@ typedef struct {
   uint64_t operation;  /* the number of the last operation that this rank has begun */
   uint64_t tick_count; /* of all operations before that one; the same on all ranks */
   allred_copy_policy copy_policy;
-  size_t place;           /* offset of the next chunk in the ring; the same on all ranks */
-  uint64_t sent;          /* bytes that this rank has written for allreduces */
-  uint64_t in_place;      /* bytes of tensors of this rank that were reduced in place by allreduces */
-  uint64_t read_in_place; /* bytes that this rank has read from arenas in other operations */
+  size_t place;            /* offset of the next chunk in the ring; the same on all ranks */
+  uint64_t sent;           /* bytes that this rank has written for allreduces */
+  uint64_t in_place;       /* bytes of tensors of this rank that were reduced in place by allreduces */
+  int may_sleep;           /* whether callers may sleep on their doorbells (operation.h) */
+  int64_t contended_until; /* of the callers' threads (operation.h) */
+  uint64_t read_in_place;  /* bytes that this rank has read from arenas in other operations */
   allred_arenas arenas;
   const struct allred_across *across; /* of operations across hosts (operation.h), or NULL */
   struct allred_network *network;     /* their state (network.h) */
@@ -84,6 +87,11 @@ int allred_segment_has_header(const allred_segment *segment, int rank, uint64_t 
 
 /* The result of an operation on this rank: a number, published with the next tick. */
 uint64_t *allred_segment_result(const allred_segment *segment, int rank, uint64_t operation);
+
+/* Sleep until `rank` publishes something, for at most `limit_ns`. Before it sleeps, it calls `can_continue` once more.
+ * One thread of a rank at a time. */
+void allred_segment_sleep(const allred_segment *segment, int rank, int64_t limit_ns, int (*can_continue)(const void *),
+                          const void *argument);
 
 /* Publish all data written before this tick, which counts from the operation's first; whether a rank has reached it. */
 void allred_segment_publish(const allred_segment *segment, uint64_t first, uint64_t tick);

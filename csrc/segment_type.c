@@ -1,5 +1,6 @@
 /* The Python type `Segment`: one rank's view of the shared memory of its node. segment_object.h lists its files. */
-#define _GNU_SOURCE /* mmap, madvise, SSIZE_MAX */
+#define _GNU_SOURCE /* mmap, madvise, SSIZE_MAX, sched_getaffinity */
+#include <sched.h>
 #include <string.h>
 #include <sys/mman.h>
 
@@ -226,6 +227,8 @@ static int construct(Segment *self, PyObject *args, PyObject *unused) {
   self->own_process = own_process_page();
   self->segment =
       (allred_segment){.memory = self->memory.buf, .rank = rank, .ranks = ranks, .chunk_bytes = (size_t)chunk_bytes};
+  cpu_set_t cores;
+  self->segment.may_sleep = sched_getaffinity(0, sizeof cores, &cores) == 0 && CPU_COUNT(&cores) >= ranks;
   return 0;
 }
 

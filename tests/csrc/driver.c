@@ -344,8 +344,11 @@ static void run_case(scene *scene) {
   for (int rank = 0; rank < scene->ranks; rank++) {
     player *me = &players[rank];
     me->scene = scene;
-    me->segment = (allred_segment){
-        .memory = scene->memory, .rank = rank, .ranks = scene->ranks, .chunk_bytes = scene->chunk_bytes};
+    me->segment = (allred_segment){.may_sleep = 1,
+                                   .memory = scene->memory,
+                                   .rank = rank,
+                                   .ranks = scene->ranks,
+                                   .chunk_bytes = scene->chunk_bytes};
     me->segment.arenas = (allred_arenas){scene->arenas, ARENA_BYTES, MIN_IN_PLACE_BYTES};
     me->dice = draw(scene->seed, 14, (uint64_t)rank);
     me->number = me->ended = 0;

@@ -107,7 +107,8 @@ static void check(player *me, uint64_t seed, int turn, int i) {
 
 static void *play(void *argument) {
   player *me = argument;
-  allred_segment segment = {.memory = me->memory, .rank = me->rank, .ranks = me->ranks, .chunk_bytes = CHUNK_BYTES};
+  allred_segment segment = {
+      .may_sleep = 1, .memory = me->memory, .rank = me->rank, .ranks = me->ranks, .chunk_bytes = CHUNK_BYTES};
   allred_queue queue;
   if (allred_queue_open(&queue)) fail(me, 0, 0, "no queue");
   for (int turn = 0; turn < me->turns; turn++) {
