@@ -264,6 +264,9 @@ def _world(plan: _Decisions, facts: list[_Facts], control: Communicator, duplica
         if backend == "shm" and 1 < local_size == len(nodes):
             arena.enable(config.arena, local_size)
         communicator = create(backend, ours, config.timeout_s, nodes, config.network)
+    cores, hosts = [each.cores for each in facts], [each.host for each in facts]
+    if processors.each_has_a_core(cores, hosts, rank):
+        communicator.backend.let_callers_sleep()
     if communicator.name != backend:
         reason = "no two ranks could share memory; on one node that takes /proc or a Unix socket between them"
         arena.disable("no two ranks could share memory")
@@ -282,7 +285,7 @@ def _world(plan: _Decisions, facts: list[_Facts], control: Communicator, duplica
         config=config,
         reason=reason,
         workers_job=cluster.workers_job,
-        cores=processors.share([each.cores for each in facts], [each.host for each in facts], rank),
+        cores=processors.share(cores, hosts, rank),
         process_sets=ProcessSets(duplicate, control, plan.servers, communicator, nodes, kernels, config),
         iterations=Iterations(),
     )

@@ -20,7 +20,8 @@ void allred_doorbell_sleep(allred_doorbell *doorbell, uint32_t value, int64_t li
 }
 
 void allred_doorbell_ring_if(allred_doorbell *doorbell, uint32_t value) {
-  if (value && atomic_compare_exchange_strong_explicit(doorbell, &value, 0, memory_order_seq_cst, memory_order_seq_cst))
+  if (!value || atomic_load_explicit(doorbell, memory_order_seq_cst) != value) return;
+  if (atomic_compare_exchange_strong_explicit(doorbell, &value, 0, memory_order_seq_cst, memory_order_seq_cst))
     syscall(SYS_futex, doorbell, FUTEX_WAKE, 1, NULL, NULL, 0);
 }
 

@@ -25,7 +25,7 @@ void allred_doorbell_set(allred_doorbell *doorbell, uint32_t value);
 void allred_doorbell_sleep(allred_doorbell *doorbell, uint32_t value, int64_t limit_ns);
 void allred_doorbell_clear(allred_doorbell *doorbell);
 
-/* Step 2 of the waker: wake any sleeper; wake a sleeper that has set this value. */
+/* Step 2 of the waker. ring: whatever value the sleeper has set. ring_if: only if it has set this one. */
 void allred_doorbell_ring(allred_doorbell *doorbell);
 void allred_doorbell_ring_if(allred_doorbell *doorbell, uint32_t value);
 

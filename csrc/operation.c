@@ -10,8 +10,8 @@ enum { FILL, WAIT_FILLED, REDUCE, WAIT_REDUCED, DRAIN };
 /* Then yield. A spin (a pause, and a load from this core's cache) takes 30 to 70 ns; a yield takes 500 ns. */
 #define SPINS 40
 
-#define LATE_NS 50000         /* a yield that takes longer gave the core to others */
-#define CONTENDED_NS 10000000 /* and says so for this long */
+#define LONG_YIELD_NS 50000   /* after a longer yield the core counts as contended */
+#define CONTENDED_NS 10000000 /* for this long */
 
 /* An operation may take seconds; in between the caller checks signals and time limits. */
 #define MAX_RUN_NS 20000000
@@ -120,33 +120,32 @@ int allred_step(allred_operation *op) {
   return progressed(op);
 }
 
-allred_patience allred_caller_patience(allred_segment *segment, int64_t idle_limit_ns) {
+allred_wait_policy allred_caller_policy(allred_segment *segment, int64_t idle_limit_ns) {
   static const _Atomic int never = 0;
-  return (allred_patience){idle_limit_ns, &never, segment->may_sleep ? &segment->contended_until : NULL};
+  return (allred_wait_policy){idle_limit_ns, &never, segment->may_sleep ? &segment->contended_until : NULL};
 }
 
 int allred_run(allred_operation *op, int64_t idle_limit_ns) {
-  const allred_patience patience = allred_caller_patience(op->segment, idle_limit_ns);
-  return allred_run_patiently(op, &patience);
+  const allred_wait_policy policy = allred_caller_policy(op->segment, idle_limit_ns);
+  return allred_run_with(op, &policy);
 }
 
-static int waits_for_rank(const allred_operation *op) {
-  return (op->phase == WAIT_FILLED || op->phase == WAIT_REDUCED) && op->ready_ranks < op->segment->ranks;
-}
+/* Whether a pending operation waits for the rank `ready_ranks`. */
+static int waits_for_rank(const allred_operation *op) { return op->phase == WAIT_FILLED || op->phase == WAIT_REDUCED; }
 
 static int rank_is_ready(const void *operation) {
   const allred_operation *op = operation;
   return is_ready(op, op->ready_ranks);
 }
 
-int allred_run_patiently(allred_operation *op, const allred_patience *patience) {
+int allred_run_with(allred_operation *op, const allred_wait_policy *policy) {
   allred_segment *segment = op->segment;
   int64_t begun = 0, since = 0;
   for (int spins = 0;; spins++) {
     int status, moved = 0;
     while ((status = allred_step(op)) == ALLRED_PROGRESSED) {
       moved = 1;
-      if (atomic_load_explicit(patience->leave, memory_order_relaxed)) return ALLRED_PENDING;
+      if (atomic_load_explicit(policy->stop, memory_order_relaxed)) return ALLRED_PENDING;
       if (atomic_load_explicit(&op->progress_count, memory_order_relaxed) % STEPS_PER_CHECK) continue;
       if (!begun) begun = allred_now_ns();
       if (allred_now_ns() - begun > MAX_RUN_NS) return ALLRED_PENDING;
@@ -159,16 +158,16 @@ int allred_run_patiently(allred_operation *op, const allred_patience *patience) 
     }
     const int64_t now = allred_now_ns();
     if (!since) since = now;
-    const int64_t left_ns = patience->idle_limit_ns - (now - since);
-    if (left_ns <= 0 || atomic_load_explicit(patience->leave, memory_order_relaxed)) return ALLRED_PENDING;
+    const int64_t left_ns = policy->idle_limit_ns - (now - since);
+    if (left_ns <= 0 || atomic_load_explicit(policy->stop, memory_order_relaxed)) return ALLRED_PENDING;
     if (segment->across && segment->across->wait(segment, left_ns)) continue;
-    const int can_sleep = patience->contended_until && waits_for_rank(op);
-    if (can_sleep && now < *patience->contended_until) {
+    const int can_sleep = policy->contended_until && waits_for_rank(op);
+    if (can_sleep && now < *policy->contended_until) {
       allred_segment_sleep(segment, op->ready_ranks, left_ns, rank_is_ready, op);
       continue;
     }
     sched_yield();
     const int64_t returned = can_sleep ? allred_now_ns() : now;
-    if (returned - now > LATE_NS) *patience->contended_until = returned + CONTENDED_NS;
+    if (returned - now > LONG_YIELD_NS) *policy->contended_until = returned + CONTENDED_NS;
   }
 }

@@ -184,26 +184,26 @@ char *allred_operation_chunk(const allred_operation *, int rank);
 int allred_step(allred_operation *);
 
 /*
- * How a thread waits. It spins, then yields its core. A yield that returns late says that others need this core: then,
- * for the next 10 ms, the thread does not yield, but sleeps until the rank that it waits for publishes something.
+ * How a thread waits. It spins, then yields its core. After a yield of more than 50 us the core counts as contended for
+ * 10 ms: another thread used it. A wait on a contended core sleeps until the awaited rank publishes something.
  *
- * idle_limit_ns    it gives up after so long without progress
- * leave            it gives up as soon as this is not 0
- * contended_until  a time of this thread: until then it sleeps; NULL: it never sleeps
+ * idle_limit_ns    it ends after so long without progress
+ * stop             it ends as soon as this is not 0
+ * contended_until  until this time the core counts as contended; NULL: the wait never sleeps
  */
 typedef struct {
   int64_t idle_limit_ns;
-  const _Atomic int *leave;
+  const _Atomic int *stop;
   int64_t *contended_until;
-} allred_patience;
+} allred_wait_policy;
 
-/* Take steps for 20 ms at most, or until the patience ends. */
-int allred_run_patiently(allred_operation *, const allred_patience *);
+/* Take steps for 20 ms at most, or until the wait ends. */
+int allred_run_with(allred_operation *, const allred_wait_policy *);
 
-/* The same for a caller, which waits for the operation. It sleeps only if the segment allows it: where ranks share
- * cores with each other, a yield is late because a peer works, and to pass the core on by yields is two to six times as
- * fast. */
-allred_patience allred_caller_patience(allred_segment *, int64_t idle_limit_ns);
+/* The same for a caller, which waits for the operation. It may sleep only if the ranks of the node have at least as
+ * many cores (segment->may_sleep). With fewer cores a long yield means that a peer works; there, sleeping took two to
+ * six times as long as yielding (4 and 8 ranks on 2 cores, 4 B to 4 MiB). */
+allred_wait_policy allred_caller_policy(allred_segment *, int64_t idle_limit_ns);
 int allred_run(allred_operation *, int64_t idle_limit_ns);
 
 #endif

@@ -125,16 +125,16 @@ static void unclaim(allred_queue *queue) {
 }
 
 /* Take steps until `until` is complete. Return whether there was progress. */
-static int make_progress(allred_queue *queue, const allred_operation *until, const allred_patience *patience) {
+static int make_progress(allred_queue *queue, const allred_operation *until, const allred_wait_policy *policy) {
   const int64_t begun = allred_now_ns();
   for (int moved = 0;; moved = 1) {
     lock(queue);
     allred_operation *op = next(queue);
     unlock(queue);
-    if (!op || allred_now_ns() - begun > MAX_RUN_NS || atomic_load_explicit(patience->leave, memory_order_relaxed))
+    if (!op || allred_now_ns() - begun > MAX_RUN_NS || atomic_load_explicit(policy->stop, memory_order_relaxed))
       return moved;
     const uint64_t before = atomic_load_explicit(&op->progress_count, memory_order_relaxed);
-    const int status = allred_run_patiently(op, patience);
+    const int status = allred_run_with(op, policy);
     if (status == ALLRED_PENDING)
       return moved || atomic_load_explicit(&op->progress_count, memory_order_relaxed) != before;
     lock(queue);
@@ -145,12 +145,12 @@ static int make_progress(allred_queue *queue, const allred_operation *until, con
 }
 
 int allred_queue_run(allred_queue *queue, allred_operation *op, int64_t idle_limit_ns) {
-  const allred_patience patience = allred_caller_patience(op->segment, idle_limit_ns);
+  const allred_wait_policy policy = allred_caller_policy(op->segment, idle_limit_ns);
   const int64_t begun = allred_now_ns();
   atomic_fetch_add_explicit(&queue->waiting, 1, memory_order_relaxed);
   while (!allred_queue_settled(op)) {
     if (claim(queue)) {
-      make_progress(queue, op, &patience);
+      make_progress(queue, op, &policy);
       unclaim(queue);
     }
     if (allred_queue_settled(op) || allred_now_ns() - begun >= idle_limit_ns) break;
@@ -189,8 +189,8 @@ static void *progress_thread(void *argument) {
       queue->claimed = 1;
       unlock(queue);
       const int64_t begun = allred_now_ns();
-      const allred_patience patience = {THREAD_SPIN_NS, &queue->waiting, NULL};
-      const int moved = make_progress(queue, NULL, &patience);
+      const allred_wait_policy policy = {THREAD_SPIN_NS, &queue->waiting, NULL};
+      const int moved = make_progress(queue, NULL, &policy);
       const int64_t now = allred_now_ns();
       lock(queue);
       queue->claimed = 0;

@@ -31,12 +31,12 @@ uint64_t *allred_segment_result(const allred_segment *segment, int rank, uint64_
   return (uint64_t *)(void *)(area(segment, rank) + ALLRED_LINE) + (operation & 1);
 }
 
-/* It has lines of its own, which are in the caches of all ranks: they read it whenever they publish. */
+/* Other ranks read it only if there are sleepers. */
 static allred_doorbell *doorbell(const allred_segment *segment, int rank) {
   return (allred_doorbell *)(void *)(area(segment, rank) + PAIR);
 }
 
-/* How many ranks sleep: one word, which all ranks read, instead of the doorbells of all. */
+/* A rank that publishes reads this one word, in a line that rarely changes, and not the doorbells of all ranks. */
 static _Atomic uint32_t *sleepers(const allred_segment *segment) {
   return (_Atomic uint32_t *)(void *)(area(segment, 0) + PAIR + ALLRED_LINE);
 }
@@ -76,12 +76,12 @@ static void wake(const allred_segment *segment) {
     if (rank != segment->rank) allred_doorbell_ring_if(doorbell(segment, rank), 1 + (uint32_t)segment->rank);
 }
 
-void allred_segment_sleep(const allred_segment *segment, int rank, int64_t limit_ns, int (*can_continue)(const void *),
+void allred_segment_sleep(const allred_segment *segment, int rank, int64_t limit_ns, int (*is_ready)(const void *),
                           const void *argument) {
   const uint32_t value = 1 + (uint32_t)rank;
   atomic_fetch_add_explicit(sleepers(segment), 1, memory_order_seq_cst);
   allred_doorbell_set(doorbell(segment, segment->rank), value);
-  if (!can_continue(argument)) allred_doorbell_sleep(doorbell(segment, segment->rank), value, limit_ns);
+  if (!is_ready(argument)) allred_doorbell_sleep(doorbell(segment, segment->rank), value, limit_ns);
   allred_doorbell_clear(doorbell(segment, segment->rank));
   atomic_fetch_sub_explicit(sleepers(segment), 1, memory_order_seq_cst);
 }

@@ -1,16 +1,18 @@
 /*
  * The shared memory of the ranks of one node, and the flags that say what may be read.
  *
- * Each rank has an area, and writes only there. An area has
+ * Each rank has an area. Other ranks write there only `doorbell` and `sleepers`. An area has
  *
  *   stage          how far the rank is within its current operation
  *   results        2, used in turn by operations: what the rank has found in its part of the result (in_place.h)
- *   doorbell       on which the rank sleeps (doorbell.h): 1 + the rank that it waits for
+ *   doorbell       0; or the rank sleeps: 1 + the rank that it waits for (doorbell.h)
+ *   sleepers       in the area of rank 0: the number of ranks that sleep
  *   inline slots   2, used in turn by operations: a header, and the data of an operation that is small
  *   ring           room for consecutive chunks; the next chunk goes to the start if the largest would not fit behind
  *
- * A flag is stored with release after the data that it stands for, and loaded with acquire before this data is read;
- * both are also sequentially consistent, because of the doorbells. Flags only grow, so none is ever reset:
+ * A flag is stored with release after the data that it stands for, and loaded with acquire before this data is read.
+ * Both are also sequentially consistent, because a sleeper must see the flag or be seen by its waker (doorbell.h).
+ * These flags only grow, so none is ever reset:
  *
  *   1  `sequence` of a header is the number of the operation, from 1: "my header and my first chunk are written"
  *   2  `stage` is a tick count, with two ticks per round: "I have reached this tick"
@@ -56,7 +58,7 @@ typedef struct {
   size_t place;            /* offset of the next chunk in the ring; the same on all ranks */
   uint64_t sent;           /* bytes that this rank has written for allreduces */
   uint64_t in_place;       /* bytes of tensors of this rank that were reduced in place by allreduces */
-  int may_sleep;           /* whether callers may sleep on their doorbells (operation.h) */
+  int may_sleep;           /* whether callers may sleep (operation.h) */
   int64_t contended_until; /* of the callers' threads (operation.h) */
   uint64_t read_in_place;  /* bytes that this rank has read from arenas in other operations */
   allred_arenas arenas;
@@ -88,9 +90,9 @@ int allred_segment_has_header(const allred_segment *segment, int rank, uint64_t 
 /* The result of an operation on this rank: a number, published with the next tick. */
 uint64_t *allred_segment_result(const allred_segment *segment, int rank, uint64_t operation);
 
-/* Sleep until `rank` publishes something, for at most `limit_ns`. Before it sleeps, it calls `can_continue` once more.
- * One thread of a rank at a time. */
-void allred_segment_sleep(const allred_segment *segment, int rank, int64_t limit_ns, int (*can_continue)(const void *),
+/* Sleep until `rank` publishes something, for at most `limit_ns`. Return at once if is_ready(argument) is true after
+ * the doorbell is set. One thread of a rank at a time. */
+void allred_segment_sleep(const allred_segment *segment, int rank, int64_t limit_ns, int (*is_ready)(const void *),
                           const void *argument);
 
 /* Publish all data written before this tick, which counts from the operation's first; whether a rank has reached it. */

@@ -1,6 +1,5 @@
 /* The Python type `Segment`: one rank's view of the shared memory of its node. segment_object.h lists its files. */
-#define _GNU_SOURCE /* mmap, madvise, SSIZE_MAX, sched_getaffinity */
-#include <sched.h>
+#define _GNU_SOURCE /* mmap, madvise, SSIZE_MAX */
 #include <string.h>
 #include <sys/mman.h>
 
@@ -34,6 +33,11 @@ static PyObject *get_in_place(Segment *self, void *unused) {
 }
 
 static PyObject *get_pending(Segment *self, void *unused) { return PyBool_FromLong(!allred_queue_idle(&self->queue)); }
+
+static PyObject *let_callers_sleep(Segment *self, PyObject *unused) {
+  self->segment.may_sleep = 1;
+  Py_RETURN_NONE;
+}
 
 static PyObject *get_has_progress_thread(Segment *self, void *unused) { return PyBool_FromLong(self->queue.threaded); }
 
@@ -227,8 +231,6 @@ static int construct(Segment *self, PyObject *args, PyObject *unused) {
   self->own_process = own_process_page();
   self->segment =
       (allred_segment){.memory = self->memory.buf, .rank = rank, .ranks = ranks, .chunk_bytes = (size_t)chunk_bytes};
-  cpu_set_t cores;
-  self->segment.may_sleep = sched_getaffinity(0, sizeof cores, &cores) == 0 && CPU_COUNT(&cores) >= ranks;
   return 0;
 }
 
@@ -267,6 +269,7 @@ static PyMethodDef methods[] = {
     METHOD("begin_reducescatter", allred_segment_begin_reducescatter, METH_VARARGS, "Begin a reducescatter."),
     METHOD("headers", headers, METH_NOARGS, "Return the headers of all ranks in the last operation."),
     METHOD("start_progress_thread", start_progress_thread, METH_NOARGS, "Start the thread; False if it cannot start."),
+    METHOD("let_callers_sleep", let_callers_sleep, METH_NOARGS, "Each rank of the node has a core (operation.h)."),
     METHOD("on_complete", on_complete, METH_O, "Let the queue go on after this operation."),
     METHOD("halt", halt, METH_NOARGS, "Stop all progress, for good, and end the thread."),
     METHOD("set_arenas", allred_segment_set_arenas, METH_O,

@@ -7,6 +7,7 @@ frequent reason for slow training on CPU hosts.
 import dataclasses
 import os
 import pathlib
+import time
 from collections.abc import Mapping, Sequence
 
 import numpy  # noqa: F401  (loads the BLAS whose threads are counted)
@@ -99,6 +100,29 @@ def share(ranks: Sequence[Cores], nodes: Sequence[int], rank: int) -> int:
     """
     there = [one for one, node in zip(ranks, nodes, strict=True) if node == nodes[rank]]
     return max(1, min(usable_cores(there) // len(there), len(ranks[rank].allowed)))
+
+
+def each_has_a_core(ranks: Sequence[Cores], nodes: Sequence[int], rank: int) -> bool:
+    """Return whether the node of a rank has at least one core for each of its ranks. ranks, nodes: as in
+    `oversubscription`.
+
+    >>> two = Cores(frozenset({0, 1}), 2, None, 1, "openblas", True)
+    >>> each_has_a_core([two] * 2, [0, 0], rank=1), each_has_a_core([two] * 3, [0, 0, 0], rank=1)
+    (True, False)
+    """
+    there = [one for one, node in zip(ranks, nodes, strict=True) if node == nodes[rank]]
+    return usable_cores(there) >= len(there)
+
+
+def runnable_s() -> float:
+    """Return for how long the calling thread has run or waited for a core, in seconds; without the waits if Linux does
+    not tell."""
+    try:
+        with open("/proc/thread-self/schedstat") as file:
+            ran_ns, waited_ns, _ = file.read().split()
+    except (OSError, ValueError):
+        return time.thread_time()
+    return (int(ran_ns) + int(waited_ns)) / 1e9
 
 
 def cores_per_rank() -> int:

@@ -17,10 +17,11 @@ for its buckets. So errors are raised in step(), with the same text on all ranks
 Each gradient must be where it was on rank 0 when the order was set: on the host or on a GPU.
 
 A rank with one core cannot compute and communicate at once: to send early would only interrupt the computation. So it
-calls reduce() without effect, and sends all in step(), if the thread that called reduce() in the last step computed for
-most of the time from the first call to step(). This rank decides alone; to the others it is a rank that is late.
+sends all gradients in step(), if the thread that called reduce() in the last step computed for more than half of the
+time from the first call to step(). Each rank decides for itself; the others wait for its buckets.
 """
 
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -43,7 +44,7 @@ from allred.modes.options import StepInput
 from allred.modes.reducer import Reducer, takes_gpu, tensor_of, writable
 from allred.timeline.recorder import span
 
-_BUSY_SHARE = 0.5  # of the time: the thread computes
+_COMPUTING_SHARE = 0.5  # of the elapsed time: a thread that computes or waits for a core for longer is computing
 _NEEDS_ALL = 1  # flag of the opening: this rank needs all gradients before any is changed
 _DEVICES = ("the host", "a GPU")
 
@@ -64,8 +65,9 @@ class Overlap:
             tuple[tuple[int, ...], Plan]
         ] = []  # positions and plan, in the order in which they are sent
         self._communicator: Communicator | None = None  # of the step that has begun
-        self._begun = 0.0, 0.0  # the first reduce() of the step: time, and CPU time of the thread
-        self._is_busy = False  # whether the thread computed for most of the last step
+        self._begun = 0, 0.0, 0.0  # at the first reduce() of the step: its thread, the time, and runnable_s()
+        self._computed = False  # whether this thread computed in the last step
+        self._sends_early = True
         self.end_step()
 
     def end_step(self) -> None:
@@ -73,7 +75,6 @@ class Overlap:
         self._ready: dict[int, Any] = {}  # by position: the array that is reduced
         self._opening: Work[list[OwnFields]] | None = None
         self._needs_all: bool | None = None  # whether a rank needs all gradients first; None: unknown
-        self._sends_early = True
         self._weight: float | None = None
         self._checks_results = False  # whether the reductions check their results, instead of a scan; on all ranks
         # The reductions of the buckets, and the arrays that get the results.
@@ -86,7 +87,7 @@ class Overlap:
 
     def cancel(self) -> bool:
         """Forget the gradients of the step that has begun. Return False if its opening was sent: the other ranks wait
-        for this rank in `step`."""
+        for this rank in `step`. Ranks may differ, because each decides when to send it."""
         if self._opening is not None:
             return False
         self.end_step()
@@ -136,8 +137,10 @@ class Overlap:
         if not self.has_begun:
             self._communicator = functions.current()
             self._communicator.unfinished[self] = f"reduce({name!r}) has begun a step; call {self._title} before"
-            self._begun = time.perf_counter(), time.thread_time()
-            self._sends_early = self._decide()
+            self._begun = threading.get_ident(), time.perf_counter(), processors.runnable_s()
+            self._sends_early = self._should_send_early()
+            if self._sends_early:
+                functions.enable_progress(self._communicator)
         self._given[name] = grad
         self._order_streams([grad])
         if not self.has_order or not self._sends_early:
@@ -147,11 +150,11 @@ class Overlap:
         self._problem = self._problem or self._accept(name, grad)
         self._advance()
 
-    def _decide(self) -> bool:
-        """Return whether to send gradients before step()."""
+    def _should_send_early(self) -> bool:
+        """Return whether reduce() sends gradients in this step."""
         setting = world.config().overlap
         if setting == "auto":
-            return any(self._on_gpu) or not self._is_busy or processors.cores_per_rank() > 1
+            return any(self._on_gpu) or not self._computed or processors.cores_per_rank() > 1
         return setting == "always"
 
     def _accept(self, name: str, grad: Any) -> str:
@@ -240,8 +243,9 @@ class Overlap:
         """Return the input of a step with the first mistake in the calls of reduce() before it."""
         if self._given:
             self._order_streams(given.values)
-            time_s, cpu_s = time.perf_counter() - self._begun[0], time.thread_time() - self._begun[1]
-            self._is_busy = cpu_s > _BUSY_SHARE * time_s
+            thread, time_s, runnable_s = self._begun
+            share = (processors.runnable_s() - runnable_s) / (time.perf_counter() - time_s)
+            self._computed = thread == threading.get_ident() and share > _COMPUTING_SHARE
         problem = given.problem
         if self._given or self.has_order:
             problem = problem or self._problem or self._shared_memory_problem(given)

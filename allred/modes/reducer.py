@@ -305,7 +305,6 @@ class Reducer:
         if communicator.gpu is not None and gpu.is_device(targets[0]):
             request = self._request(weight, checks)._replace(name=name, independent=True)
             return communicator.gpu.start(targets, request)
-        functions.enable_progress(communicator)
         if checks:
             return communicator.checked_allreduce_(targets, self._op, name, self._compression)
         if weight is not None and _weighs([targets[0].dtype]):

@@ -198,6 +198,9 @@ class Segment:
         """The headers of all ranks in the last operation. ValueError if it is not complete."""
     def start_progress_thread(self) -> bool:
         """Start a thread that makes progress while no caller waits. False if it cannot start."""
+    def let_callers_sleep(self) -> None:
+        """Let a caller that waits sleep where another thread uses its core (csrc/operation.h)."""
+
     def on_complete(self, first: Any, /) -> None:
         """Let the queue go on, if this operation holds it: its headers differ, or it was begun with `holds`."""
     def halt(self) -> None:

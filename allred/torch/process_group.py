@@ -364,7 +364,8 @@ class ProcessGroupAllred(dist.ProcessGroup):
 
     def _get_backend(self, device: torch.device) -> Any:
         """Return torch's backend of the device group: this group until there is one. Raises DeviceError."""
-        name = torch.device(device).type
+        device = torch.device(device)
+        name = device.type
         if name in self._device_groups:
             return self._device_groups[name]._get_backend(device)
         if name != "cpu":
@@ -402,8 +403,12 @@ def _create_device_group(device: str, store: Any, communicator: Communicator, ti
 
 def _group_of_backend(device: str, kind: Any, backend: Any, store: Any) -> Any:
     """Return a group that calls one backend of torch. A backend alone has not all methods of a group."""
-    group = dist.ProcessGroup(store, backend.rank(), backend.size())
-    group._set_default_backend(kind)
+    if hasattr(dist.ProcessGroup, "Options"):  # torch 2.5
+        options = dist.ProcessGroup.Options(backend=backend.name())
+        group = dist.ProcessGroup(store, backend.rank(), backend.size(), options)
+    else:
+        group = dist.ProcessGroup(store, backend.rank(), backend.size())
+        group._set_default_backend(kind)
     group._register_backend(torch.device(device), kind, backend)
     group._set_sequence_number_for_group()
     return group

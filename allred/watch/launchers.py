@@ -1,8 +1,8 @@
 """The launcher of this node's ranks: mpirun, and the process through which it starts ranks on this node.
 
 If it has ended, nobody ends the ranks. If another host is unreachable, the watcher ends the launcher, because mpirun
-may wait for that host forever. After a job that failed it ends a launcher that has no process left to wait for: Open
-MPI's prterun sometimes does not notice its end, if one rank calls MPI_Abort while another finalizes.
+may wait for that host forever. After a job on one node that failed, it ends a launcher that has no process left to wait
+for: Open MPI's prterun sometimes does not end if one rank calls MPI_Abort while another finalizes.
 
 A launcher is an ancestor of a rank at the time when the rank connects. A pidfd identifies it, so that no later process
 with the same number is meant.
@@ -17,7 +17,7 @@ import time
 from allred.watch import process_state
 
 WAIT_S = 0.5  # for the launcher to end by itself, then for its end after SIGTERM
-FAILED_S = 10.0  # for the launcher of a job that failed to end by itself
+FAILED_JOB_S = 30.0  # for the launcher of a job that failed, to end by itself
 
 
 class Launchers:
@@ -43,11 +43,11 @@ class Launchers:
                 with contextlib.suppress(OSError):  # another user's, or it has just ended
                     signal.pidfd_send_signal(pidfd, number)
 
-    def end_idle(self) -> None:
-        """Wait until the launchers have ended; after FAILED_S end those without a child process."""
-        self._wait(FAILED_S)
+    def end_childless(self) -> None:
+        """Wait until the launchers have ended; after FAILED_JOB_S end those that run, and have no child process."""
+        self._wait(FAILED_JOB_S)
         for pid in list(self._pidfds):
-            if process_state.has_children(pid):
+            if process_state.has_children(pid) or process_state.halted(pid):
                 os.close(self._pidfds.pop(pid))
         self.end()
 

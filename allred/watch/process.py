@@ -112,11 +112,11 @@ class Watcher:
             self._monitor.close()
         if self._settings["launcher"] and self._has_lost_host:
             self._launchers.end()
-        elif self._settings["launcher"] and self._is_ending:
-            self._launchers.end_idle()
+        elif self._settings["launcher"] and self._settings["nodes"] == 1 and self._has_failed:
+            self._launchers.end_childless()
 
     @property
-    def _is_ending(self) -> bool:
+    def _has_failed(self) -> bool:
         """Whether the job has failed."""
         return self._has_verdict or (self._job is not None and self._job.verdict is not None)
 
@@ -298,7 +298,7 @@ class Watcher:
     def _lose_hosts(self, now: float) -> None:
         """Give up hosts that were silent until the time limit; once the job is ending, all silent hosts at once."""
         for link, heartbeat in list(self._heartbeats.items()):
-            if heartbeat.is_lost(now) or (self._is_ending and heartbeat.is_silent):
+            if heartbeat.is_lost(now) or (self._has_failed and heartbeat.is_silent):
                 self._lose_host(link, now)
 
     def _lose_host(self, link: Channel, now: float) -> None:

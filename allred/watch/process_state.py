@@ -22,6 +22,7 @@ _TRIES = 20
 _LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "prterun", "orterun", "srun")
 _DAEMONS = ("hydra_pmi_proxy", "prted", "orted")  # which mpirun starts on every node
 _MOST_ANCESTORS = 16
+_ENDED = ("?", "Z", "X")  # states; "?": there is no such process
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
 _LIBRARY = re.compile(r"/lib/python|/site-packages/|/allred/|^<frozen")
 
@@ -90,8 +91,8 @@ def launcher_ancestors(pid: int) -> list[int]:
 
 def has_children(pid: int) -> bool:
     """Return whether a process has a child that has not ended."""
-    others = (int(name) for name in os.listdir("/proc") if name.isdecimal())
-    return any(int(_status(other)[1]) == pid and is_alive(other) for other in others)
+    others = (_status(int(name)) for name in os.listdir("/proc") if name.isdecimal())
+    return any(int(status[1]) == pid and status[0] not in _ENDED for status in others)
 
 
 def handles(pid: int, number: int) -> bool:
@@ -104,7 +105,7 @@ def handles(pid: int, number: int) -> bool:
 
 def is_alive(pid: int) -> bool:
     """Return whether a process has not ended."""
-    return _status(pid)[0] not in ("?", "Z", "X")
+    return _status(pid)[0] not in _ENDED
 
 
 def is_daemon(pid: int) -> bool:

@@ -344,12 +344,11 @@ static void run_case(scene *scene) {
   for (int rank = 0; rank < scene->ranks; rank++) {
     player *me = &players[rank];
     me->scene = scene;
-    me->segment = (allred_segment){.may_sleep = 1,
-                                   .memory = scene->memory,
-                                   .rank = rank,
-                                   .ranks = scene->ranks,
-                                   .chunk_bytes = scene->chunk_bytes};
+    me->segment = (allred_segment){
+        .memory = scene->memory, .rank = rank, .ranks = scene->ranks, .chunk_bytes = scene->chunk_bytes};
     me->segment.arenas = (allred_arenas){scene->arenas, ARENA_BYTES, MIN_IN_PLACE_BYTES};
+    me->segment.may_sleep = 1;
+    if (draw(scene->seed, 15, (uint64_t)rank) % 2) me->segment.contended_until = INT64_MAX; /* every wait sleeps */
     me->dice = draw(scene->seed, 14, (uint64_t)rank);
     me->number = me->ended = 0;
     if (pthread_create(&threads[rank], NULL, play, me)) exit(2);

@@ -150,17 +150,17 @@ def test_a_group_with_layouts_and_weights():
 
 
 @pytest.mark.parametrize("framework", ["cupy", "torch"])
-def test_a_group_that_comes_again_may_lie_where_another_did(framework):
+def test_groups_at_reused_addresses(framework):
     """Gradients of a step have the addresses of those of the step before, and other values, shapes or dtypes."""
 
-    def made(shape, value, dtype):
+    def new_tensor(shape, value, dtype):
         full, place = (cupy.full, {}) if framework == "cupy" else (torch.full, {"device": "cuda"})
         return full(shape, value, dtype=dtype, **place)
 
     dtypes = (np.float32, np.int32) if framework == "cupy" else (torch.float32, torch.int32)
     for step in range(6):
         shapes = [(100, 30), (7,), (1000,)] if step % 3 else [(30, 100), (8,), (999,)]
-        group = [made(shape, allred.rank() + step, dtypes[step // 3]) for shape in shapes]
+        group = [new_tensor(shape, allred.rank() + step, dtypes[step // 3]) for shape in shapes]
         for array in allred.grouped_allreduce_(group, allred.Sum):
             assert (array == sum(range(allred.size())) + step * allred.size()).all()
 

@@ -115,7 +115,7 @@ def test_collectives_of_the_process_group():
     assert objects == [{"rank": r} for r in range(size)]
     dist.barrier()
     host = torch.ones(3)
-    dist.all_reduce(host)  # tensors on the host take the other way, in the same group
+    dist.all_reduce(host)  # tensors on the host use the host backend of the same group
     assert host.tolist() == [size] * 3
 
 

@@ -70,7 +70,8 @@ class Rank:
         return loss if scaler is None else scaler.scale(loss)
 
     def backward(self, one: Pass) -> torch.Tensor:
-        self.opt.allred.samples = one.samples
+        if self.opt.allred is not None:  # hvd with one rank
+            self.opt.allred.samples = one.samples
         loss = self.net.loss(one.loss)
         if loss.requires_grad and one.how != "none":
             with self.opt.allred.no_sync() if one.how == "local" else contextlib.nullcontext():

@@ -1243,7 +1243,7 @@ def test_the_launcher_above_a_rank_is_ended_and_no_other(tmp_path):
 @pytest.mark.parametrize("has_child", [False, True])
 def test_after_a_failed_job_only_a_launcher_without_children_is_ended(has_child, tmp_path, monkeypatch):
     """A Python named mpirun, which goes on after its rank."""
-    monkeypatch.setattr("allred.watch.launchers.FAILED_S", 0.2)
+    monkeypatch.setattr("allred.watch.launchers.FAILED_JOB_S", 0.2)
     (tmp_path / "mpirun").symlink_to(sys.executable)
     body = (
         "import subprocess, time; rank = subprocess.Popen(['sleep', '60']); print(rank.pid, flush=True); rank.wait()\n"
@@ -1256,7 +1256,7 @@ def test_after_a_failed_job_only_a_launcher_without_children_is_ended(has_child,
             launchers = Launchers()
             launchers.record(rank)
             os.kill(rank, signal.SIGKILL)
-            launchers.end_idle()
+            launchers.end_childless()
             assert (mpirun.poll() is None) == has_child
         finally:
             with contextlib.suppress(ProcessLookupError):

@@ -75,6 +75,9 @@ class ShmBackend(Backend):
         if not self.segment.has_progress_thread:
             self.segment.start_progress_thread()
 
+    def let_callers_sleep(self) -> None:
+        self.segment.let_callers_sleep()
+
     @property
     def in_place_bytes(self) -> int:
         return self.segment.in_place
