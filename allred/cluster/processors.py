@@ -65,6 +65,10 @@ def usable_cores(ranks: Sequence[Cores]) -> int:
     return min([cores, *quotas])
 
 
+def _on_node(ranks: Sequence[Cores], nodes: Sequence[int], node: int) -> list[Cores]:
+    return [one for one, its in zip(ranks, nodes, strict=True) if its == node]
+
+
 def oversubscription(ranks: Sequence[Cores], nodes: Sequence[int]) -> str | None:
     """Return a warning if the ranks of a node have more BLAS threads than cores, else None. With several nodes: for the
     node with the most threads per core.
@@ -76,7 +80,7 @@ def oversubscription(ranks: Sequence[Cores], nodes: Sequence[int]) -> str | None
     """
     worst, text = 1.0, None
     for node in dict.fromkeys(nodes):
-        there = [rank for rank, its in zip(ranks, nodes, strict=True) if its == node]
+        there = _on_node(ranks, nodes, node)
         threads, cores = sum(max(1, rank.blas_threads) for rank in there), usable_cores(there)
         if threads > worst * cores:
             worst, remedies = threads / cores, []
@@ -98,7 +102,7 @@ def share(ranks: Sequence[Cores], nodes: Sequence[int], rank: int) -> int:
     >>> share([Cores(frozenset({0, 1, 2, 3}), 4, None, 4, "openblas", True)] * 2, nodes=[0, 0], rank=1)
     2
     """
-    there = [one for one, node in zip(ranks, nodes, strict=True) if node == nodes[rank]]
+    there = _on_node(ranks, nodes, nodes[rank])
     return max(1, min(usable_cores(there) // len(there), len(ranks[rank].allowed)))
 
 
@@ -110,7 +114,7 @@ def each_has_a_core(ranks: Sequence[Cores], nodes: Sequence[int], rank: int) -> 
     >>> each_has_a_core([two] * 2, [0, 0], rank=1), each_has_a_core([two] * 3, [0, 0, 0], rank=1)
     (True, False)
     """
-    there = [one for one, node in zip(ranks, nodes, strict=True) if node == nodes[rank]]
+    there = _on_node(ranks, nodes, nodes[rank])
     return usable_cores(there) >= len(there)
 
 
