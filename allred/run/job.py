@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from allred.channel import Channel, Message
 from allred.run.reports import Reports
@@ -143,7 +142,7 @@ class Job:
 
     def _daemons(self) -> list[tuple[int, list[int]]]:
         """Return the launcher's processes on this host that start ranks, with these."""
-        children = _children()
+        children = process_state.children()
         starters = [self._process.pid, *children.get(self._process.pid, [])]
         daemons = [pid for pid in starters if process_state.is_daemon(pid) or process_state.is_launcher(pid)]
         return [(pid, [child for child in children.get(pid, []) if child not in starters]) for pid in daemons]
@@ -234,22 +233,12 @@ def _reap(kept: int) -> None:
 
 def descendants() -> list[int]:
     """Return the ids of all processes that descend from this one."""
-    children, found = _children(), []
+    children, found = process_state.children(), []
     todo = [os.getpid()]
     while todo:
         new = children.get(todo.pop(), [])
         found += new
         todo += new
-    return found
-
-
-def _children() -> dict[int, list[int]]:
-    """Return the ids of the children of all processes, by the id of the parent."""
-    found: dict[int, list[int]] = {}
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has just ended
-            parent = int(entry.read_text().rpartition(")")[2].split()[1])
-            found.setdefault(parent, []).append(int(entry.parent.name))
     return found
 
 

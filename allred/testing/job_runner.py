@@ -77,10 +77,7 @@ def mpirun(
         TimeoutError: as in `run`.
     """
     command = [*_words(mpirun or _default_mpirun()), "-np", ranks, python, *arguments]
-    result = run(command, timeout_s, env, **options)
-    if _LAUNCHER_FAILED in result.err:
-        result = run(command, timeout_s, env, **options)
-    return result
+    return run(command, timeout_s, env, **options)
 
 
 def _words(launcher: Word | Sequence[Word]) -> list[Word]:
@@ -98,7 +95,8 @@ def run(
 ) -> Result:
     """Run a command in a new session with empty stdin, and wait until it ends.
 
-    The command has the default actions of SIGINT, SIGHUP and SIGQUIT, also if this process ignores them (nohup).
+    The command has the default actions of SIGINT, SIGHUP and SIGQUIT, also if this process ignores them (nohup). A
+    command that fails because Open MPI's mpirun could not start any rank is run once more.
 
     Arguments:
         command: program and arguments.
@@ -108,6 +106,15 @@ def run(
 
     Raises TimeoutError: the command did not end in time. It was killed; the text has its output.
     """
+    result = _run_once(command, timeout_s, env, **options)
+    if result.code != 0 and _LAUNCHER_FAILED in result.err:
+        result = _run_once(command, timeout_s, env, **options)
+    return result
+
+
+def _run_once(
+    command: Sequence[Word], timeout_s: float, env: Mapping[str, str | None] | None, **options: Any
+) -> Result:
     mark, start = uuid.uuid4().hex, time.monotonic()
     process = subprocess.Popen(
         [str(word) for word in command],

@@ -47,7 +47,7 @@ class Launchers:
         """Wait until the launchers have ended; after FAILED_JOB_S end those that run, and have no child process."""
         self._wait(FAILED_JOB_S)
         for pid in list(self._pidfds):
-            if process_state.has_children(pid) or process_state.halted(pid):
+            if pid in process_state.children() or process_state.halted(pid):
                 os.close(self._pidfds.pop(pid))
         self.end()
 

@@ -89,10 +89,14 @@ def launcher_ancestors(pid: int) -> list[int]:
     return found
 
 
-def has_children(pid: int) -> bool:
-    """Return whether a process has a child that has not ended."""
-    others = (_status(int(name)) for name in os.listdir("/proc") if name.isdecimal())
-    return any(int(status[1]) == pid and status[0] not in _ENDED for status in others)
+def children() -> dict[int, list[int]]:
+    """Return the pids of all processes that have not ended, by the pid of the parent."""
+    found: dict[int, list[int]] = {}
+    for pid in [int(name) for name in os.listdir("/proc") if name.isdecimal()]:
+        state, parent, *_ = _status(pid)
+        if state not in _ENDED:
+            found.setdefault(int(parent), []).append(pid)
+    return found
 
 
 def handles(pid: int, number: int) -> bool:

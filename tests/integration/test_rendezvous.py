@@ -140,10 +140,10 @@ def listener(port):
     until = time.monotonic() + LATE_S
     while time.monotonic() < until:
         found = set()
-        for file in pathlib.Path("/proc").glob("[0-9]*/fd/*"):
+        for process in pathlib.Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if os.readlink(file) == f"socket:[{inode}]":
-                    found.add(int(file.parts[2]))
+                if f"socket:[{inode}]" in map(os.readlink, (process / "fd").iterdir()):
+                    found.add(int(process.name))
         if len(found) == 1:
             return found.pop()
     raise LookupError(port, found)

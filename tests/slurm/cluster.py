@@ -279,10 +279,10 @@ def processes_of(conf: Path) -> list[int]:
     """The pids of the processes whose environment has SLURM_CONF=`conf`, without this one."""
     entry = f"SLURM_CONF={conf}".encode()
     pids = []
-    for environ in Path("/proc").glob("[0-9]*/environ"):
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if entry in environ.read_bytes().split(b"\0"):
-                pids.append(int(environ.parent.name))
+            if entry in (process / "environ").read_bytes().split(b"\0"):
+                pids.append(int(process.name))
     return [pid for pid in pids if pid != os.getpid()]
 
 

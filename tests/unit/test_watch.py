@@ -482,6 +482,21 @@ def test_a_stopped_process():
     assert process_state.halted(child.pid) == ""
 
 
+def test_children_without_processes_that_have_ended(monkeypatch):
+    def gone(path):
+        if path == f"/proc/{ended.pid}/stat":
+            raise ProcessLookupError(path)  # of a process that ends between open() and read()
+        return open(path)
+
+    with subprocess.Popen(["sleep", "60"]) as child, subprocess.Popen(["sleep", "60"]) as ended:
+        monkeypatch.setattr(process_state, "open", gone, raising=False)
+        assert process_state.children()[os.getpid()] == [child.pid]
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert os.getpid() not in process_state.children()
+        ended.kill()
+
+
 def test_where_a_program_is():
     library = '  File "/usr/lib/python3.11/threading.py", line 9 in wait\n'
     own = '  File "/home/me/train.py", line 87 in step\n  File "/home/me/train.py", line 99 in <module>\n'
