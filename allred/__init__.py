@@ -1,110 +1,65 @@
-"""allred: data-parallel training over MPI. Importing it starts neither MPI nor CUDA; allred.init() does."""
+"""allred: data-parallel training over MPI. Importing it starts neither MPI nor CUDA; allred.init() does.
 
-from allred import data, optim
-from allred.arena import empty, empty_like
-from allred.client.client_session import connect
-from allred.cluster.device import device
-from allred.cluster.spec import ClusterSpec
-from allred.cluster.topology import (
-    cross_rank,
-    cross_size,
-    is_chief,
-    job_name,
-    local_rank,
-    local_size,
-    rank,
-    size,
-    task_index,
-    world_rank,
-    world_size,
-)
-from allred.comm.functions import (
-    Join,
-    allgather,
-    allgather_async,
-    allgather_object,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    alltoall,
-    alltoall_async,
-    barrier,
-    barrier_async,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    broadcast_object,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    join,
-    patience,
-    poll,
-    reducescatter,
-    reducescatter_async,
-    synchronize,
-)
-from allred.comm.ops import Compression, ReduceOp
-from allred.comm.process_set import ProcessSet
-from allred.comm.work import Work
-from allred.errors import (
-    AllredError,
-    CheckpointError,
-    CollectiveTimeout,
-    ConfigError,
-    DataError,
-    DriftError,
-    InputError,
-    MismatchError,
-    NonFiniteError,
-    NotInitializedError,
-    RemoteRankError,
-    ShutdownError,
-)
-from allred.modes.clipping import GradScaler
-from allred.modes.decorator import distributed
-from allred.modes.optimizer import DistributedOptimizer
-from allred.modes.towers import Towers
-from allred.nest import digest
-from allred.ps.variable import replica_device_setter, variable
-from allred.server import Server
-from allred.session.session import Session
-from allred.startup import init, shutdown
+A public name is imported when a program first uses it: most programs use few modules of allred, and each rank imports
+them. __init__.pyi has the same names for type checkers.
+"""
+
+import importlib as _importlib
+
 from allred.watch import exit as _exit_protocol
-from allred.world import is_initialized
 
 __version__ = "0.1.0"
 
-Average = ReduceOp.AVERAGE
-"""The sum divided by the number of ranks; of floating point only."""
+_NAMES = {
+    "allred.arena": "empty empty_like",
+    "allred.client.client_session": "connect",
+    "allred.cluster.device": "device",
+    "allred.cluster.spec": "ClusterSpec",
+    "allred.cluster.topology": (
+        "cross_rank cross_size is_chief job_name local_rank local_size rank size task_index world_rank world_size"
+    ),
+    "allred.comm.functions": (
+        "Join allgather allgather_async allgather_object allreduce allreduce_ allreduce_async allreduce_async_ "
+        "alltoall alltoall_async barrier barrier_async broadcast broadcast_ broadcast_async broadcast_async_ "
+        "broadcast_object grouped_allreduce grouped_allreduce_ grouped_allreduce_async grouped_allreduce_async_ "
+        "join patience poll reducescatter reducescatter_async synchronize"
+    ),
+    "allred.comm.ops": "Average Compression Max Min Product ReduceOp Sum",
+    "allred.comm.process_set": "ProcessSet",
+    "allred.comm.work": "Work",
+    "allred.errors": (
+        "AllredError CheckpointError CollectiveTimeout ConfigError DataError DriftError InputError MismatchError "
+        "NonFiniteError NotInitializedError RemoteRankError ShutdownError"
+    ),
+    "allred.modes.clipping": "GradScaler",
+    "allred.modes.decorator": "distributed",
+    "allred.modes.optimizer": "DistributedOptimizer",
+    "allred.modes.towers": "Towers",
+    "allred.nest": "digest",
+    "allred.ps.variable": "replica_device_setter variable",
+    "allred.server": "Server",
+    "allred.session.session": "Session",
+    "allred.startup": "init shutdown",
+    "allred.world": "is_initialized",
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+_PACKAGES = ("data", "optim")
 
-Sum = ReduceOp.SUM
-"""Integers wrap around; the 16-bit floats are summed in float32 and rounded once."""
-
-Min = ReduceOp.MIN
-"""The smallest; of bool: all. A NaN on any rank makes the element NaN."""
-
-Max = ReduceOp.MAX
-"""The largest; of bool: any. A NaN on any rank makes the element NaN."""
-
-Product = ReduceOp.PRODUCT
-"""Of bool: all. Integers wrap around; the 16-bit floats are multiplied in float32 and rounded once."""
+__all__ = sorted([*_MODULES, *_PACKAGES])
 
 _exit_protocol.before_init()
 
-__all__ = [
-    "AllredError", "Average", "CheckpointError", "ClusterSpec", "CollectiveTimeout", "Compression", "ConfigError",
-    "DataError", "DistributedOptimizer", "DriftError", "GradScaler", "InputError", "Join", "Max", "Min",
-    "MismatchError", "NonFiniteError", "NotInitializedError", "ProcessSet", "Product", "ReduceOp", "RemoteRankError",
-    "Server", "Session", "ShutdownError", "Sum", "Towers", "Work", "allgather", "allgather_async", "allgather_object",
-    "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier",
-    "barrier_async", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_object", "connect",
-    "cross_rank", "cross_size", "data", "device", "digest", "distributed", "empty", "empty_like", "grouped_allreduce",
-    "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_", "init", "is_chief", "is_initialized",
-    "job_name", "join", "local_rank", "local_size", "optim", "patience", "poll", "rank", "reducescatter",
-    "reducescatter_async", "replica_device_setter", "shutdown", "size", "synchronize", "task_index", "variable",
-    "world_rank", "world_size",
-]  # fmt: skip
+
+def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        value = getattr(_importlib.import_module(_MODULES[name]), name)
+    elif name in _PACKAGES:
+        value = _importlib.import_module(f"allred.{name}")
+    else:
+        raise AttributeError(f"module 'allred' has no attribute {name!r}")
+    globals()[name] = value  # the next use finds it there
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -4,6 +4,8 @@
 
 All ranks exchange their settings before one of them raises, so an unusable setting is the same error on all ranks. A
 rank without settings takes those of the chief, because launchers over ssh do not forward variables.
+
+What only some jobs use (mode ps, clients) is imported where it is used: each rank imports this module.
 """
 
 import atexit
@@ -16,7 +18,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from allred import arena, detached, log, native, world
-from allred.client.call import ClientGroup
 from allred.cluster import mpi, processors, topology
 from allred.cluster.processors import Cores
 from allred.cluster.spec import CLIENT
@@ -25,14 +26,9 @@ from allred.comm.communicator import Communicator
 from allred.comm.create import NoCollectives, add_devices, create, select_backend, select_devices, select_transport
 from allred.comm.process_set import ProcessSets
 from allred.config import Config, explicit_settings, settle
-from allred.data.loader import Iterations
-from allred.data.prefetching import check_not_in_prefetch_process
 from allred.errors import AllredError, ConfigError, InputError
 from allred.gpu import streams
 from allred.launch import before_init
-from allred.modes.detect import mistake_checks
-from allred.ps import context
-from allred.ps.context import Context
 from allred.watch import exit as exit_protocol
 from allred.watch import exit_callbacks, runner_link, shm_files
 from allred.watch import start as watch
@@ -41,6 +37,8 @@ from allred.watch.excepthook import status_at_exit
 from allred.watch.start import startup_timeout
 from allred.wording import count
 from allred.world import World
+
+_servers_ended = False  # whether mode ps is over in this process, and its servers have ended
 
 
 def init(
@@ -98,9 +96,12 @@ def enter(comm: Any, cluster: Cluster | None = None, **arguments: Any) -> None:
     """As `init`. cluster: the cluster that this process is a task of; None for `init`."""
     if world.is_initialized():
         raise AllredError("allred.init() was called already; drop the second call, or call allred.shutdown() before it")
-    check_not_in_prefetch_process("allred.init()")
+    if "multiprocessing" in sys.modules:  # as in every process that prefetches
+        from allred.data.prefetching import check_not_in_prefetch_process
+
+        check_not_in_prefetch_process("allred.init()")
     detached.keep_standard_files()
-    if context.servers_ended():
+    if _servers_ended:
         raise AllredError(
             "allred.init() after allred.shutdown() of mode ps: the parameter servers have left, and their programs "
             "have ended; keep one init() for the whole program, or let servers call allred.Server.join()"
@@ -287,7 +288,6 @@ def _world(plan: _Decisions, facts: list[_Facts], control: Communicator, duplica
         workers_job=cluster.workers_job,
         cores=processors.share(cores, hosts, rank),
         process_sets=ProcessSets(duplicate, control, plan.servers, communicator, nodes, kernels, config),
-        iterations=Iterations(),
     )
     here.queues.update((control.queue, communicator.queue))
     return here
@@ -313,12 +313,16 @@ def _connect_servers_and_clients(
     """Create the communicators of mode ps and of clients. Collective."""
     rank, workers = control.rank, plan.workers
     if plan.servers:
+        from allred.ps.context import Context
+
         ranks = tuple(plan.nodes[: workers.stop])
         ps = Context(duplicate.Dup(), rank, plan.servers, ranks, plan.config, joins=here.in_cluster)
         here.ps = ps if rank < workers.stop else None
         if rank in workers:
             atexit.register(_leave_servers)
     if plan.clients:
+        from allred.client.call import ClientGroup
+
         here.client_group = ClientGroup(duplicate.Dup(), rank, cluster.tasks, plan.clients, plan.config)
         if rank >= workers.stop:
             atexit.register(_leave_workers)
@@ -368,7 +372,6 @@ def shutdown() -> None:
     if not communicator.queue.poisoned and topology.rank() < topology.size():
         communicator.check("shutdown", "shutdown()").wait()
         recording.compare_clocks_again()
-    mistake_checks.warn_unused()
     _leave_servers()
     _leave_workers()
     watch.stop()
@@ -382,8 +385,12 @@ def shutdown() -> None:
 
 def _leave_servers() -> None:
     """Tell the servers that this worker leaves. If it failed, its watcher reports that."""
-    if context.is_active() and not status_at_exit():
-        context.leave()
+    global _servers_ended
+    here = world.current_or_none()
+    if here is not None and here.ps is not None and not status_at_exit():
+        from allred.ps import context
+
+        _servers_ended = context.leave()
 
 
 def _leave_workers() -> None:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from allred.comm.process_set import ProcessSets
     from allred.comm.replicas import Replica
     from allred.comm.work import WorkQueue
-    from allred.data.loader import Iterations
     from allred.ps.context import Context
     from allred.watch.watcher_client import WatcherClient
 
@@ -37,7 +36,7 @@ class World:
     ps: mode ps; None in other modes. watcher: the connection to the watcher; None without one.
     in_cluster: whether allred.Server() made this world. client_group: the tasks of a cluster
     with clients; None without clients.
-    queues: the queues that make progress in every wait of this rank. iterations: the running iterations over batches.
+    queues: the queues that make progress in every wait of this rank. iterations: over batches, made by data/loader.py.
     join_observers: called with the rank that joined last. replicas: the parameters and states that `join` makes equal.
     failure: the error of another rank, to be raised here (testing.threads; between processes the watcher has it).
     counters: of the steps of this rank, for monitors.
@@ -55,7 +54,7 @@ class World:
     in_cluster: bool = False
     client_group: "ClientGroup | None" = None
     queues: "WeakSet[WorkQueue]" = dataclasses.field(default_factory=WeakSet)
-    iterations: "Iterations | None" = None
+    iterations: Any = None
     join_observers: "list[Callable[[int], None]]" = dataclasses.field(default_factory=list)
     replicas: "WeakSet[Replica]" = dataclasses.field(default_factory=WeakSet)
     failure: AllredError | None = None

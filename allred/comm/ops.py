@@ -29,6 +29,21 @@ class ReduceOp(enum.Enum):
         return f"allred.{self.value}"
 
 
+Average = ReduceOp.AVERAGE
+"""The sum divided by the number of ranks; of floating point only."""
+
+Sum = ReduceOp.SUM
+"""Integers wrap around; the 16-bit floats are summed in float32 and rounded once."""
+
+Min = ReduceOp.MIN
+"""The smallest; of bool: all. A NaN on any rank makes the element NaN."""
+
+Max = ReduceOp.MAX
+"""The largest; of bool: any. A NaN on any rank makes the element NaN."""
+
+Product = ReduceOp.PRODUCT
+"""Of bool: all. Integers wrap around; the 16-bit floats are multiplied in float32 and rounded once."""
+
 CODES = {op: code for code, op in enumerate(ReduceOp, start=1)}
 
 

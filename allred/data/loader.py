@@ -99,7 +99,11 @@ _without_world = Iterations()
 
 def _iterations() -> Iterations:
     here = world.current_or_none()
-    return _without_world if here is None or here.iterations is None else here.iterations
+    if here is None:
+        return _without_world
+    if here.iterations is None:
+        here.iterations = Iterations()
+    return here.iterations  # type: ignore[no-any-return]
 
 
 def running() -> list[Iteration]:
@@ -112,8 +116,7 @@ def claim_samples(samples: int | None = None) -> int | None:
 
     Returns None if no batches are in use. Raises InputError if the batch is not known and the shares differ.
     """
-    here = world.current_or_none()  # not _iterations(): every step calls this
-    iterations = _without_world if here is None or here.iterations is None else here.iterations
+    iterations = _iterations()
     running = iterations.running
     if not running and not iterations.uneven_left:
         return samples

@@ -44,9 +44,6 @@ class Context:
         return self.rank - self.servers
 
 
-_servers_ended = False  # after shutdown(): the server processes have ended
-
-
 def _find() -> Context | None:
     here = world.current_or_none()
     return None if here is None else here.ps
@@ -71,18 +68,12 @@ def current() -> Context:
     return here
 
 
-def servers_ended() -> bool:
-    """Whether mode ps is over in this process, and its servers have ended."""
-    return _servers_ended
-
-
-def leave() -> None:
+def leave() -> bool:
     """End mode ps in this process. A worker tells the servers that it makes no more requests; a forked process does
-    not."""
-    global _servers_ended
+    not. Return whether the servers end then."""
     here = current()
     if os.getpid() != here.process:
-        return
+        return False
     if here.leave_servers is not None:
         here.leave_servers()
     elif not here.serves:
@@ -90,4 +81,4 @@ def leave() -> None:
 
         send_leave(here.comm, here.servers)
     world.current().ps = None
-    _servers_ended = not (here.joins if here.servers_return is None else here.servers_return)
+    return not (here.joins if here.servers_return is None else here.servers_return)

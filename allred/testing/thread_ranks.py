@@ -16,7 +16,6 @@ from allred.comm.communicator import Communicator
 from allred.comm.process_set import ProcessSets
 from allred.comm.work import Steps
 from allred.config import Config, explicit_settings, settle
-from allred.data.loader import Iterations
 from allred.errors import AllredError, ConfigError, InputError, RemoteRankError
 from allred.validators import integer
 from allred.world import World
@@ -140,7 +139,6 @@ class _Ranks:
             reason="threads of one process",
             cores=max(1, processors.usable_cores([processors.own_cores()]) // self.size),
             process_sets=_ThreadProcessSets(self, communicator, nodes),
-            iterations=Iterations(),
         )
         here.queues.add(communicator.queue)
         with self._lock:

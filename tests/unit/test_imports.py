@@ -8,6 +8,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 import allred
 
 ROOT = pathlib.Path(allred.__file__).parent
@@ -226,12 +228,29 @@ def test_importing_starts_neither_mpi_nor_cuda():
 
 
 def test_public_names_are_listed_and_documented():
-    assert allred.__all__ == sorted(allred.__all__)
-    public = {name for name in vars(allred) if not name.startswith("_")}
-    packages = {path.stem for path in ROOT.iterdir()}
-    assert public - packages == set(allred.__all__) - packages
     for name in allred.__all__:
         assert getattr(allred, name).__doc__, f"{name} has no docstring"
+    public = {name for name in dir(allred) if not name.startswith("_")}
+    packages = {path.stem for path in ROOT.iterdir()}
+    assert public - packages == set(allred.__all__) - packages
+    with pytest.raises(AttributeError, match="module 'allred' has no attribute 'allreduce__'"):
+        allred.allreduce__  # noqa: B018
+
+
+def test_type_checkers_find_the_names_where_they_are_imported_from():
+    stub = ast.parse((ROOT / "__init__.pyi").read_text())
+    [listed] = [ast.literal_eval(node.value) for node in stub.body if isinstance(node, ast.Assign)]
+    assert listed == allred.__all__
+    found = {alias.name: node.module for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert found == {**allred._MODULES, **dict.fromkeys(allred._PACKAGES, "allred")}
+
+
+@pytest.mark.parametrize(("statement", "most"), [("import allred", 20), ("import allred; allred.init", 75)])
+def test_the_modules_that_every_rank_imports_are_few(statement, most):
+    """The number of modules of allred. A rank imports what it uses: most do not use sessions, data or mode ps."""
+    code = f"import sys; {statement}; print(*(name for name in sys.modules if name.partition('.')[0] == 'allred'))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert len(found) <= most, found
 
 
 def test_no_submodule_hides_a_public_function():

@@ -9,7 +9,6 @@ Updates that an optimizer makes without its wrapper are found in its own counter
 allred.optim have. Other optimizers are only found when the parameters are compared (drift.py).
 """
 
-import atexit
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +22,7 @@ from allred.gpu.device_arrays import leading_bytes
 from allred.modes.detect import drift, drift_window, finite
 from allred.modes.detect.batch_arguments import BatchArguments
 from allred.modes.options import StepInput, StepOptions
+from allred.watch import exit_callbacks
 
 # Flags, in addition to those of finite.py: this rank requests
 _CHECK = 4  # a comparison of parameters and gradients
@@ -302,6 +302,8 @@ def updates_of(optimizer: Any) -> Updates:
         record = _known[id(optimizer)] = Updates(optimizer)
         count = _count(optimizer)
         if count is not None and hasattr(type(optimizer), "__weakref__"):
+            if not _unused:
+                exit_callbacks.register(_warn_unused)
             _unused[id(optimizer)] = weakref.ref(optimizer), count
     return record
 
@@ -318,7 +320,7 @@ def restored(optimizer: Any) -> None:
         _unused[id(optimizer)] = weakref.ref(optimizer), count
 
 
-def warn_unused() -> None:
+def _warn_unused(_: BaseException | None) -> None:
     """Warn of optimizers that were wrapped, but stepped only without the wrapper: each rank trained alone."""
     for optimizer, before in [(reference(), count) for reference, count in _unused.values()]:
         made = (_count(optimizer) or 0) - before
@@ -328,6 +330,3 @@ def warn_unused() -> None:
                 "itself: each rank trained alone. Call step of what allred.distributed returned"
             )
     _unused.clear()
-
-
-atexit.register(warn_unused)
