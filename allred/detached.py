@@ -17,6 +17,8 @@ from typing import Any
 
 START_S = 20.0
 
+Process = subprocess.Popen[str]
+
 # The package without its __init__, which would load numpy: such a process takes 12 MB and starts in a moment.
 _PROGRAM = """
 import importlib, sys, types
@@ -35,27 +37,44 @@ def keep_standard_files() -> None:
     os.close(descriptor)
 
 
-def start(module: str, settings: Any, files: Iterable[int] = ()) -> dict[str, Any]:
-    """Start `module` of allred, whose main() calls `serve`. Return its answer, with the key "problem": an error, or "".
-    files: descriptors that it inherits."""
+def launch(module: str, files: Iterable[int] = ()) -> Process:
+    """Launch a process for `module` of allred, whose main() calls `serve`. It imports the module, and waits for the
+    settings. files: descriptors that it inherits."""
     command = [sys.executable, "-I", "-S", "-c", _PROGRAM, str(Path(__file__).parent), module]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True, cwd="/", pass_fds=tuple(files)
+    )
+
+
+def start(module: str, settings: Any, files: Iterable[int] = (), launched: Process | None = None) -> dict[str, Any]:
+    """Start the service of `module` in the process `launched`, or in a new one. Return its answer, with the key
+    "problem": an error, or ""."""
+    out = err = ""
+    if launched is not None and launched.poll() is not None:  # someone has killed it
+        launched.communicate()
+        launched = None
     try:
-        process = subprocess.run(
-            command, input=json.dumps(settings), capture_output=True, text=True, timeout=START_S,
-            start_new_session=True, cwd="/", check=False, pass_fds=tuple(files),
-        )  # fmt: skip
-        found: dict[str, Any] = {"problem": "", **json.loads(process.stdout)}
+        with launched or launch(module, files) as process:
+            try:
+                out, err = process.communicate(json.dumps(settings), START_S)
+            except BaseException:
+                process.kill()
+                raise
+        return {"problem": "", **json.loads(out)}
     except (OSError, subprocess.SubprocessError) as error:
         return {"problem": f"{type(error).__name__}: {error}"}
     except ValueError:
-        return {"problem": process.stderr.strip().rpartition("\n")[2] or f"it ended with code {process.returncode}"}
-    return found
+        return {"problem": err.strip().rpartition("\n")[2] or f"it ended with code {process.returncode}"}
 
 
 def serve(service: Callable[[Any], Any]) -> None:
     """Run the background process. service: a class, called with the settings. Its attribute `answer` is sent to the
     process that called `start`; its method `run` is called in a process without a parent."""
-    running = service(json.loads(sys.stdin.read()))
+    settings = sys.stdin.read()
+    if not settings:  # the process that launched this one has ended, or needs no service
+        os._exit(0)
+    running = service(json.loads(settings))
     print(json.dumps(running.answer), flush=True)
     if os.fork():
         os._exit(0)

@@ -5,10 +5,18 @@ from collections.abc import Mapping
 PREFIXES = ("PMI", "PRTE_", "HYDI_", "HYDRA_", "MPI_", "OMPI_")  # MPIR_CVAR_... are settings of MPICH
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")  # set by an MPI launcher for each rank
 
+_LOCAL_RANK = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+
 
 def rank(environ: Mapping[str, str]) -> int | None:
     """Return the rank of this process; None if no launcher has started it. Works before MPI has started."""
     found = (environ.get(name, "") for name in (*_RANK, "SLURM_PROCID"))
+    return next((int(value) for value in found if value.isdigit()), None)
+
+
+def local_rank(environ: Mapping[str, str]) -> int | None:
+    """Return the number of this process on its host; None if no launcher has set it."""
+    found = (environ.get(name, "") for name in _LOCAL_RANK)
     return next((int(value) for value in found if value.isdigit()), None)
 
 

@@ -118,9 +118,11 @@ def enter(comm: Any, cluster: Cluster | None = None, **arguments: Any) -> None:
     if joined is not None:
         given = dataclasses.replace(given, lifeline=joined.lifeline)
     try:
+        watch.launch(settings)
         with startup_timeout(settings, given.lifeline):
             _join_ranks(comm, settings, given, in_cluster=cluster is not None)
     finally:
+        watch.discard()
         for name in joined.environment if joined is not None else ():  # not for child processes
             os.environ.pop(name, None)
     if joined is not None:

@@ -18,7 +18,7 @@ import numpy as np
 
 import allred
 from allred import arrays, command_line, config
-from allred.bench import arenas, baselines, data, gpu, measure, output, save_restore, verify
+from allred.bench import arenas, baselines, data, gpu, measure, output, save_restore, start, verify
 from allred.bench.verify import WrongResultError
 from allred.cluster import launcher, mpi
 from allred.comm import functions
@@ -56,6 +56,8 @@ def main(arguments: list[str]) -> int:
 def _run(options: argparse.Namespace, command: str) -> None:
     if options.bench == "data":
         return data.run(options, command)
+    if options.bench == "start":
+        return start.run(options, command)
     ranks = launcher.launched_size(os.environ)
     if options.bench == "ps" and options.against and (options.servers, ranks) != (1, 2):
         raise ConfigError("--against mpi compares one server and one worker: mpirun -np 2, and --servers 1")
@@ -200,9 +202,11 @@ def _parser() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
         epilog=measure.__doc__,
         **text,
     )
-    parser.set_defaults(against=None, backend=None, device="cpu", malloc_tuned=False, compression=None, arena=None)
+    parser.set_defaults(
+        seconds=0.0, against=None, backend=None, device="cpu", malloc_tuned=False, compression=None, arena=None
+    )
     commands = parser.add_subparsers(
-        dest="bench", required=True, metavar="allreduce|fused|overlap|ps|torch|data|step|checkpoint"
+        dest="bench", required=True, metavar="allreduce|fused|overlap|ps|torch|data|step|checkpoint|start"
     )
     allreduce = commands.add_parser("allreduce", help="one array in place, at several sizes")
     allreduce.add_argument("--sizes", help=f"bytes per array, for example 4,64KiB,1MiB; default {SIZES}")
@@ -237,6 +241,11 @@ def _parser() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
     files = commands.add_parser("checkpoint", help=help_text, description=save_restore.__doc__, **text)
     files.add_argument("--tensors", type=int, default=64, help="of 1024 x 1024 float32 each; default %(default)s")
     files.add_argument("--directory", help="of the files, which all ranks see; default: that of temporary files")
+    whole = commands.add_parser(
+        "start", help="whole jobs, and the parts of their start", description=start.__doc__, **text
+    )
+    whole.add_argument("--ranks", type=int, default=2, help="default %(default)s")
+    whole.add_argument("--runs", type=int, default=10, help="jobs of each program; default %(default)s")
     for command in (allreduce, fused, step):
         command.add_argument("--arena", help="on, off, or on,off: with and without reductions in place, interleaved")
     for command in (allreduce, fused, overlap, step):
@@ -257,13 +266,14 @@ def _parser() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
         command.add_argument("--malloc-tuned", action="store_true", help="glibc keeps freed memory and uses huge pages")
     for command in (allreduce, fused, overlap, ps, torch, reader, step, files):
         command.add_argument("--seconds", type=float, default=3.0, help="measuring time per line; default 3")
+    for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print one JSON object per line and nothing else")
     return parser, commands.choices  # type: ignore[return-value]
 
 
 def _check(options: argparse.Namespace) -> None:
     """Convert and check the options of one command. Raises ValueError."""
-    if options.bench not in ("data", "torch", "checkpoint"):
+    if options.bench not in ("data", "torch", "checkpoint", "start"):
         options.dtype = _dtype(options.dtype, options.against)
     if options.bench == "ps":
         _check_ps(options)
@@ -272,6 +282,9 @@ def _check(options: argparse.Namespace) -> None:
     elif options.bench == "checkpoint":
         if options.tensors < 1:
             raise ValueError(f"--tensors must be at least 1, got {options.tensors}")
+    elif options.bench == "start":
+        if min(options.ranks, options.runs) < 1:
+            raise ValueError(f"--ranks and --runs must be at least 1, got {options.ranks} and {options.runs}")
     elif options.bench != "data":
         _check_device(options)
         _check_arena(options)

@@ -13,10 +13,39 @@ from pathlib import Path
 from typing import Any
 
 from allred import detached, launcher_variables, log, native, world
+from allred.cluster.launcher import launched_size
 from allred.cluster.topology import Topology
 from allred.config import Config
 from allred.watch import job_monitor, runner_link
 from allred.watch.watcher_client import WatcherClient
+
+_MODULE = "allred.watch.process"
+_launched: detached.Process | None = None
+
+
+def launch(settings: dict[str, Any] | str) -> None:
+    """Launch the process of this node's watcher before MPI starts: it imports its modules while MPI does.
+
+    Only the first rank of a host does, and only if the job may have several ranks. `start` uses the process if it can.
+    settings: those of this rank, or a problem.
+    """
+    global _launched
+    is_wanted = isinstance(settings, dict) and settings.get("watcher", Config.watcher)
+    if is_wanted and launcher_variables.local_rank(os.environ) == 0 and launched_size(os.environ) != 1:
+        with contextlib.suppress(OSError):  # `start` tries again, and reports it
+            _launched = detached.launch(_MODULE)
+
+
+def discard() -> None:
+    """End the launched process if no watcher was started in it."""
+    if (process := _take_launched()) is not None:
+        process.communicate("")
+
+
+def _take_launched() -> detached.Process | None:
+    global _launched
+    process, _launched = _launched, None
+    return process
 
 
 def start(
@@ -76,7 +105,7 @@ def _spawn(shape: Topology, config: Config, address: str, expendable: tuple[int,
         "about": job_monitor.describe(_job_name(config), " ".join(sys.argv), config.mode, config.starts),
     }  # fmt: skip
     here = {"token": token, "host": socket.gethostname(), "address": address, "name": "", "port": 0}
-    return here | detached.start("allred.watch.process", settings)
+    return here | detached.start(_MODULE, settings, launched=_take_launched())
 
 
 def _serve_metrics(job: str, address: str) -> str:

@@ -792,6 +792,22 @@ def test_a_failure_just_after_a_collective_is_heard_of_too(mpi, repetition):
 
 
 @pytest.mark.parametrize("mpi", MPIS)
+def test_it_is_launched_before_mpi_starts(mpi, mark):
+    code = (
+        "import subprocess, sys, allred\n"
+        "class Noted(subprocess.Popen):\n"
+        "    def __init__(self, *arguments, **options):\n"
+        "        print('MPI' if 'mpi4py.MPI' in sys.modules else 'before MPI', flush=True)\n"
+        "        super().__init__(*arguments, **options)\n"
+        "subprocess.Popen = Noted\n"
+        "allred.init(banner=False)\n"
+    )
+    result = mpirun(2, "-c", code, mpi=mpi, env=mark)
+    assert (result.code, result.out) == (0, "before MPI\n"), result.text
+    assert gone(mark, within_s=5)
+
+
+@pytest.mark.parametrize("mpi", MPIS)
 def test_killed_in_init_it_leaves_no_watcher(mpi, mark):
     code = (
         "import os, allred\nfrom allred.watch.watcher_client import WatcherClient\n"

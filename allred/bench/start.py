@@ -1,0 +1,78 @@
+"""`bench start`: whole jobs, from the start of mpirun to its end, against a bare program of mpi4py with one barrier.
+
+Start it without mpirun: it starts the jobs, of both programs alternately. The parts are measured in rank 0. What they
+leave of the job's time is the time of mpirun, of the interpreter, and of the end of the ranks.
+"""
+
+import argparse
+import json
+import os
+import statistics
+from typing import Any
+
+from allred import testing
+from allred.bench.output import rounded
+from allred.cluster import launcher
+from allred.errors import ConfigError
+
+_BARE = "from mpi4py import MPI; MPI.COMM_WORLD.Barrier()"
+
+_OURS = """
+import json, time
+times = []
+def measured(part, call):
+    wall, cpu = time.perf_counter(), time.process_time()
+    result = call()
+    times.append((part, time.perf_counter() - wall, time.process_time() - cpu))
+    return result
+
+def step():
+    params = [np.zeros(64, np.float32)]
+    allred.distributed(allred.optim.SGD(lr=0.1)).step(params, [np.ones(64, np.float32)])
+
+np = measured("import numpy", lambda: __import__("numpy"))
+allred = measured("import allred", lambda: __import__("allred"))
+measured("init", lambda: allred.init(banner=False))
+measured("first step", step)
+if allred.rank() == 0:
+    print(json.dumps(times))
+"""
+
+
+def run(options: argparse.Namespace, command: str) -> None:
+    """Measure and print. Raises ConfigError under mpirun, or if a job fails."""
+    if launcher.name(os.environ):
+        raise ConfigError("start starts jobs itself: run it without mpirun")
+    jobs: dict[str, list[float]] = {"allred": [], "mpi4py": []}
+    parts: dict[str, list[tuple[float, float]]] = {}
+    for _ in range(options.runs):
+        jobs["mpi4py"].append(_job(options.ranks, _BARE).seconds)
+        result = _job(options.ranks, _OURS)
+        jobs["allred"].append(result.seconds)
+        for part, wall, cpu in json.loads(result.out.splitlines()[-1]):
+            parts.setdefault(part, []).append((wall, cpu))
+    records = [
+        {"part": part, "wall_ms": _ms(wall for wall, _ in found), "cpu_ms": _ms(cpu for _, cpu in found)}
+        for part, found in parts.items()
+    ]
+    whole = {"part": "job", "wall_ms": _ms(jobs["allred"]), "against": "mpi4py", "against_wall_ms": _ms(jobs["mpi4py"])}
+    whole["ratio"] = rounded(statistics.median(a / b for a, b in zip(jobs["allred"], jobs["mpi4py"], strict=True)))
+    if options.json:
+        for record in [*records, whole]:
+            print(json.dumps({"bench": "start", "ranks": options.ranks, "runs": options.runs, **record}), flush=True)
+        return
+    print(f"start of {options.ranks} ranks, medians of {options.runs} jobs; {command}")
+    for record in records:
+        print(f"  {record['part']:16}{record['wall_ms']:>8} ms wall {record['cpu_ms']:>8} ms CPU")
+    print(f"  {'job':16}{whole['wall_ms']:>8} ms wall; mpi4py {whole['against_wall_ms']} ms; ratio {whole['ratio']}")
+
+
+def _job(ranks: int, code: str) -> testing.Result:
+    result = testing.mpirun(ranks, "-c", code)
+    if result.code:
+        raise ConfigError(f"mpirun -np {ranks} failed: {result.text}")
+    return result
+
+
+def _ms(seconds: Any) -> float:
+    return rounded(1000 * statistics.median(seconds))
