@@ -114,7 +114,9 @@ class Oracle:
             if any(request == "end" for request in requests):
                 if not any(each.requires_grad and each.numel() for each in self.params):
                     raise Unsupported("ranks out of phase whose parameters have no elements: nothing differs")
-                self.ended = any(one.loss.fault for row in action.passes for one in row)
+                # Then some ranks skip a step before the error. Gradients of a skipped step may still be there.
+                faults = any(one.loss.fault for row in action.passes for one in row)
+                self.ended = faults or self.gradients_are_undefined
                 raise OutOfPhase(next(m for m, request in zip(members, requests, strict=True) if request != "end"))
             self.reduce(ranks, requests)
         if action.steps:
