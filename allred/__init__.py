@@ -43,9 +43,9 @@ _NAMES = {
     "allred.world": "is_initialized",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
-_PACKAGES = ("data", "optim")
+_PACKAGES = ("checkpoint", "client", "data", "errors", "optim", "ps", "session")
 
-__all__ = sorted([*_MODULES, *_PACKAGES])
+__all__ = sorted([*_MODULES, "data", "optim"])
 
 _exit_protocol.before_init()
 
@@ -62,4 +62,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_MODULES, *_PACKAGES})

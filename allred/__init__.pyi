@@ -1,6 +1,12 @@
 """The public names of allred, for type checkers: __init__.py imports them when they are first used."""
 
-from allred import data, optim
+from allred import checkpoint as checkpoint
+from allred import client as client
+from allred import data as data
+from allred import errors as errors
+from allred import optim as optim
+from allred import ps as ps
+from allred import session as session
 from allred.arena import empty, empty_like
 from allred.client.client_session import connect
 from allred.cluster.device import device

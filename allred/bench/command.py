@@ -18,7 +18,7 @@ import numpy as np
 
 import allred
 from allred import arrays, command_line, config
-from allred.bench import arenas, baselines, data, gpu, measure, output, save_restore, start, verify
+from allred.bench import arenas, baselines, data, gpu, job_start, measure, output, save_restore, verify
 from allred.bench.verify import WrongResultError
 from allred.cluster import launcher, mpi
 from allred.comm import functions
@@ -57,7 +57,7 @@ def _run(options: argparse.Namespace, command: str) -> None:
     if options.bench == "data":
         return data.run(options, command)
     if options.bench == "start":
-        return start.run(options, command)
+        return job_start.run(options, command)
     ranks = launcher.launched_size(os.environ)
     if options.bench == "ps" and options.against and (options.servers, ranks) != (1, 2):
         raise ConfigError("--against mpi compares one server and one worker: mpirun -np 2, and --servers 1")
@@ -242,7 +242,7 @@ def _parser() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
     files.add_argument("--tensors", type=int, default=64, help="of 1024 x 1024 float32 each; default %(default)s")
     files.add_argument("--directory", help="of the files, which all ranks see; default: that of temporary files")
     whole = commands.add_parser(
-        "start", help="whole jobs, and the parts of their start", description=start.__doc__, **text
+        "start", help="whole jobs, and the parts of their start", description=job_start.__doc__, **text
     )
     whole.add_argument("--ranks", type=int, default=2, help="default %(default)s")
     whole.add_argument("--runs", type=int, default=10, help="jobs of each program; default %(default)s")

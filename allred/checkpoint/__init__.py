@@ -26,13 +26,13 @@ from allred.checkpoint.entry import (
     unpickle_state,
     whole,
 )
-from allred.checkpoint.files import MANIFEST, Manifest, ShardInfo, read_manifest, write_shard
-from allred.checkpoint.restore import SavedTensors, find_newest, read_checkpoint, read_newest, read_verified, verify
+from allred.checkpoint.files import MANIFEST, Manifest, MissingPackageError, ShardInfo, read_manifest, write_shard
+from allred.checkpoint.restore import SavedTensors, newest_first, read_checkpoint, read_committed, read_newest, verify
 from allred.checkpoint.writing import abandon, begin, commit, write
 
 __all__ = [
-    "MANIFEST", "Entry", "Manifest", "SavedTensors", "ShardInfo", "abandon", "begin", "commit", "find_newest", "has",
-    "list_complete", "newest", "pickled_extra", "pickled_state", "prune", "read_checkpoint", "read_manifest",
-    "read_newest", "read_verified", "stored_slot", "unpickle_extra", "unpickle_state", "verify", "whole", "write",
-    "write_shard",
+    "MANIFEST", "Entry", "Manifest", "MissingPackageError", "SavedTensors", "ShardInfo", "abandon", "begin", "commit",
+    "has", "list_complete", "newest", "newest_first", "pickled_extra", "pickled_state", "prune", "read_checkpoint",
+    "read_committed", "read_manifest", "read_newest", "stored_slot", "unpickle_extra", "unpickle_state", "verify",
+    "whole", "write", "write_shard",
 ]  # fmt: skip

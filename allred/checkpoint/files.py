@@ -16,13 +16,14 @@ safetensors 0.8 and later write from the arrays without the GIL; earlier version
 import contextlib
 import dataclasses
 import errno
+import io
 import json
 import os
 import pathlib
 import re
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,10 @@ _ADVICE = {
     errno.EEXIST: "another file has this name (it is in the way): move it, or save to another directory",
     errno.ENOTDIR: "a file is where a directory is expected: move it, or save to another directory",
 }
+
+
+class MissingPackageError(CheckpointError):
+    """The checkpoint is not damaged, but a package is needed to read it."""
 
 
 @contextlib.contextmanager
@@ -184,28 +189,103 @@ def check_bytes(who: str, directory: pathlib.Path, shard: ShardInfo) -> None:
     path = directory / shard.file
     with file_errors(f"{who}: reading", path):
         found = _checksum(path)
+    _check_checksum(who, path, shard, found)
+
+
+def _check_checksum(who: str, path: pathlib.Path, shard: ShardInfo, found: str) -> None:
     if found != shard.checksum:
         raise CheckpointError(
             f"{who}: {path} is damaged: its checksum (CRC-32) is {found}, but was {shard.checksum} when it was written"
         )
 
 
-def read_shard(who: str, directory: pathlib.Path, shard: ShardInfo) -> Iterator[tuple[Entry, Array]]:
-    """Yield each entry of the shard with its array: a new, writable array."""
-    from safetensors import safe_open
+# The names of dtypes in files of safetensors.
+_STORED_DTYPES = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
+    "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
+}  # fmt: skip
 
+
+def read_shard(who: str, directory: pathlib.Path, shard: ShardInfo, place: Callable[[Entry], Array]) -> None:
+    """Read the tensors of a shard, and compute the checksum of its bytes meanwhile. Raises CheckpointError as
+    `check_bytes`; then the arrays have undefined values.
+
+    place: returns the array for an entry: contiguous, of its dtype and stored shape, writable.
+    """
     path = directory / shard.file
+    check_length(who, directory, shard)
     if any(entry.dtype == "bfloat16" for entry in shard.entries):
         _register_bfloat16(who, path)
-    with file_errors(f"{who}: reading", path), safe_open(path, framework="np") as file:
-        for entry in shard.entries:
-            array = file.get_tensor(entry.key)
-            if (arrays.name_of(array.dtype), array.shape) != (entry.dtype, entry.stored_shape):
-                raise CheckpointError(
-                    f"{who}: {entry.title} is {arrays.describe(array.shape, array.dtype)} in {path}, "
-                    f"but the manifest says {entry.dtype} {entry.stored_shape}"
-                )
-            yield entry, array
+    with file_errors(f"{who}: reading", path), open(path, "rb", buffering=0) as file:
+        reader = _Reader(file)
+        problem = _read_tensors(reader, shard, place)
+        reader.read_rest()
+    _check_checksum(who, path, shard, f"{reader.checksum:08x}")
+    if problem:  # the manifest was changed together with its checksum
+        raise CheckpointError(f"{who}: {path} does not have the tensors of its manifest: {problem}")
+
+
+class _Reader:
+    """Reads a file from its beginning. checksum: of the bytes so far."""
+
+    def __init__(self, file: io.FileIO) -> None:
+        self._file = file
+        self.checksum = 0
+
+    def read_into(self, array: Array) -> bool:
+        """Fill a contiguous array. Return whether the file had enough bytes."""
+        left = array.reshape(-1).view(np.uint8).data
+        while len(left):
+            count = self._file.readinto(left[:_READ_BYTES])
+            if not count:
+                return False
+            self.checksum = native.crc32(left[:count], self.checksum)
+            left = left[count:]
+        return True
+
+    def read(self, count: int) -> bytes:
+        """Return the next `count` bytes; fewer at the end of the file."""
+        found = self._file.read(count)
+        self.checksum = native.crc32(found, self.checksum)
+        return found
+
+    def read_rest(self) -> None:
+        while self.read(_READ_BYTES):
+            pass
+
+
+def _read_tensors(reader: _Reader, shard: ShardInfo, place: Callable[[Entry], Array]) -> str:
+    """Read the tensors of a file of safetensors in their order: the length of the header in 8 bytes, the header in
+    JSON, the tensors without gaps. Return how the header differs from the manifest; "" if it does not."""
+    length = int.from_bytes(reader.read(8), "little")
+    try:
+        header = json.loads(reader.read(min(length, shard.nbytes)))
+        header.pop("__metadata__", None)
+        stored = sorted((*_range(info), key, _kind(info)) for key, info in header.items())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return f"its header cannot be read: {type(error).__name__}: {error}"
+    entries = {entry.key: entry for entry in shard.entries}
+    if header.keys() != entries.keys():
+        return f"{sorted(header.keys() ^ entries.keys())[0]} is only in one of them"
+    position = 0
+    for start, stop, key, kind in stored:
+        entry = entries[key]
+        if kind != (wanted := f"{entry.dtype} {entry.stored_shape}"):
+            return f"{entry.title} is {kind} in it, but {wanted} in the manifest"
+        array = place(entry)
+        if (start, stop) != (position, position + array.nbytes) or not reader.read_into(array):
+            return f"{entry.title} is at bytes {start} to {stop}, expected {position} to {position + array.nbytes}"
+        position = stop
+    return ""
+
+
+def _range(info: dict[str, Any]) -> tuple[int, int]:
+    start, stop = info["data_offsets"]
+    return int(start), int(stop)
+
+
+def _kind(info: dict[str, Any]) -> str:
+    return f"{_STORED_DTYPES.get(info['dtype'], info['dtype'])} {tuple(info['shape'])}"
 
 
 def _register_bfloat16(who: str, path: pathlib.Path) -> None:
@@ -213,7 +293,8 @@ def _register_bfloat16(who: str, path: pathlib.Path) -> None:
     try:
         import ml_dtypes
     except ImportError as error:
-        raise CheckpointError(f"{who}: {path} holds bfloat16, which needs ml_dtypes; pip install ml_dtypes") from error
+        text = f"{who}: {path} holds bfloat16, which needs ml_dtypes; pip install ml_dtypes"
+        raise MissingPackageError(text) from error
     np.dtype(ml_dtypes.bfloat16)
 
 

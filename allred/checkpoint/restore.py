@@ -1,7 +1,6 @@
-"""Reading a checkpoint: all bytes are verified first; then the pieces are assembled to whole tensors.
+"""Reading a checkpoint: its pieces are read into whole tensors, and all bytes are verified meanwhile.
 
-Each shard is read twice, for its checksum and for its tensors; the second read comes from the page cache if it fits.
-Needs memory for the tensors and for one more piece.
+Needs memory for the tensors, and a quarter of a MiB.
 """
 
 import dataclasses
@@ -14,8 +13,8 @@ import numpy as np
 
 from allred.arrays import Array
 from allred.checkpoint.directory import damage, list_committed
-from allred.checkpoint.entry import check_cover
-from allred.checkpoint.files import MANIFEST, Manifest, check_bytes, read_manifest, read_shard
+from allred.checkpoint.entry import Entry, check_cover
+from allred.checkpoint.files import MANIFEST, Manifest, MissingPackageError, check_bytes, read_manifest, read_shard
 from allred.errors import CheckpointError
 
 
@@ -41,39 +40,60 @@ def read_checkpoint(path: str | os.PathLike[str]) -> SavedTensors:
     in the same root that is complete. Or it holds bfloat16, and ml_dtypes is not installed.
     """
     directory = pathlib.Path(path)
-    for problem in _problems(directory):
-        raise CheckpointError(f"{problem}; {_alternative(directory)}") from problem
-    return _assemble(directory, read_manifest(directory))
+    try:
+        return _read(directory)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; {_alternative(directory)}") from error
+
+
+def _read(directory: pathlib.Path) -> SavedTensors:
+    manifest = read_manifest(directory)
+    _check_cover(manifest)
+    tensors: dict[tuple[str, str], Array] = {}
+
+    def place(entry: Entry) -> Array:
+        if (key := (entry.name, entry.slot)) not in tensors:
+            tensors[key] = np.empty(entry.shape, entry.dtype)
+        return tensors[key] if entry.is_whole else tensors[key].reshape(-1)[entry.start : entry.stop]
+
+    for shard in manifest.shards:
+        read_shard("checkpoint", directory, shard, place)
+    return _sorted(manifest, tensors)
 
 
 def read_newest(root: str | os.PathLike[str]) -> tuple[tuple[pathlib.Path, SavedTensors] | None, list[str]]:
     """Read the newest undamaged checkpoint in `root`.
 
     Returns (path, content), or None if there is none; and the damage of each later checkpoint, one line each.
-    Raises CheckpointError: `root` cannot be listed, or is a checkpoint itself; or see `read_checkpoint`.
+    Raises CheckpointError: `root` cannot be listed, or is a checkpoint itself; or it holds bfloat16, and ml_dtypes is
+    not installed.
     """
-    path, damaged = find_newest(root)
-    return None if path is None else (path, read_verified(path)), damaged
+    damaged: list[str] = []
+    for path in newest_first(root):
+        try:
+            return (path, read_committed(path)), damaged
+        except MissingPackageError:
+            raise
+        except CheckpointError as error:
+            damaged.append(str(error))
+    return None, damaged
 
 
-def find_newest(root: str | os.PathLike[str]) -> tuple[pathlib.Path | None, list[str]]:
-    """As `read_newest`, but verify its bytes without returning the content: see `read_verified`."""
+def read_committed(path: pathlib.Path) -> SavedTensors:
+    """As `read_checkpoint`, for one of `newest_first`; the error does not name another one."""
+    if problem := damage(path):
+        raise CheckpointError(problem)
+    return _read(path)
+
+
+def newest_first(root: str | os.PathLike[str]) -> list[pathlib.Path]:
+    """Return the committed checkpoints in `root`. Raises CheckpointError: `root` cannot be listed, or is a checkpoint
+    itself."""
     if (pathlib.Path(root) / MANIFEST).exists():
         raise CheckpointError(
             f"{root} is a checkpoint, not a directory of checkpoints; pass {pathlib.Path(root).parent}"
         )
-    damaged: list[str] = []
-    for path in reversed(list_committed(pathlib.Path(root)).values()):
-        problem = damage(path) or str(next(_problems(path), ""))
-        if not problem:
-            return path, damaged
-        damaged.append(problem)
-    return None, damaged
-
-
-def read_verified(path: pathlib.Path) -> SavedTensors:
-    """As `read_checkpoint`, for a checkpoint whose bytes were verified."""
-    return _assemble(path, read_manifest(path))
+    return [*reversed(list_committed(pathlib.Path(root)).values())]
 
 
 def verify(path: str | os.PathLike[str]) -> list[str]:
@@ -88,7 +108,7 @@ def _problems(directory: pathlib.Path) -> Iterator[CheckpointError]:
         yield error
         return
     try:
-        check_cover("checkpoint", ((shard.file, entry) for shard in manifest.shards for entry in shard.entries))
+        _check_cover(manifest)
     except CheckpointError as error:
         yield error
     for shard in manifest.shards:
@@ -98,23 +118,20 @@ def _problems(directory: pathlib.Path) -> Iterator[CheckpointError]:
             yield error
 
 
-def _assemble(directory: pathlib.Path, manifest: Manifest) -> SavedTensors:
-    tensors: dict[tuple[str, str], Array] = {}
+def _check_cover(manifest: Manifest) -> None:
+    check_cover("checkpoint", ((shard.file, entry) for shard in manifest.shards for entry in shard.entries))
+
+
+def _sorted(manifest: Manifest, tensors: dict[tuple[str, str], Array]) -> SavedTensors:
     content = SavedTensors(manifest.step, {}, {}, {}, manifest.meta)
-    for shard in manifest.shards:
-        for entry, array in read_shard("checkpoint", directory, shard):
-            if entry.is_whole:
-                tensors[entry.name, entry.slot] = array
-            else:
-                if (entry.name, entry.slot) not in tensors:
-                    tensors[entry.name, entry.slot] = np.empty(entry.shape, array.dtype)
-                tensors[entry.name, entry.slot].reshape(-1)[entry.start : entry.stop] = array
-            if entry.is_pickled:
-                content.pickled[entry.slot] = tensors[entry.name, entry.slot]
-            elif entry.slot:
-                content.slots.setdefault(entry.name, {})[entry.slot_name] = tensors[entry.name, entry.slot]
-            else:
-                content.params[entry.name] = tensors[entry.name, entry.slot]
+    for entry in (entry for shard in manifest.shards for entry in shard.entries):
+        tensor = tensors[entry.name, entry.slot]
+        if entry.is_pickled:
+            content.pickled[entry.slot] = tensor
+        elif entry.slot:
+            content.slots.setdefault(entry.name, {})[entry.slot_name] = tensor
+        else:
+            content.params[entry.name] = tensor
     return content
 
 

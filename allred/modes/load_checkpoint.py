@@ -1,7 +1,7 @@
 """Restoring: chooses the newest undamaged checkpoint, reads it, and checks that it is of this model and optimizer.
 
-Rank 0 chooses. In mode sync each rank reads it if all see it in their file systems, and verifies its bytes once on each
-host. Otherwise rank 0 reads it, and the caller broadcasts.
+Rank 0 chooses the newest one. In mode sync each rank reads it if all see it in their file systems, and verifies the
+bytes that it reads. Otherwise rank 0 reads it, and the caller broadcasts. If rank 0 finds damage, it chooses the next.
 """
 
 import os
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from allred import arrays, checkpoint, log, nest, world
-from allred.checkpoint import SavedTensors
+from allred import arrays, checkpoint, log, nest
+from allred.checkpoint import MissingPackageError, SavedTensors
 from allred.comm import functions
 from allred.errors import AllredError, CheckpointError, InputError
 from allred.gpu import device_arrays as gpu
@@ -46,25 +46,14 @@ def load_newest(
     Raises CheckpointError, and errors of allred of `load_state` and `check_extra`, the same on all ranks; `params` have
     not changed then.
     """
-    here = functions.current()
-    first, is_first = here.ranks[0], here.rank == 0
-    path = failure = None
-    if is_first:
-        try:
-            path = _find_newest(directory)
-        except AllredError as error:
-            failure = error
-    path, mark, received = functions.broadcast_object((path, path and _mark(path), failure), first)
-    if received:
-        raise failure or received
-    if path is None:
+    found = _read_newest(directory, everywhere)
+    if found is None:
         return None
-    if everywhere := everywhere and here.size > 1:
-        everywhere = all(functions.allgather_object(_mark(path) == mark))
-    loaded = failure = None
-    if is_first or everywhere:
+    path, content, failure, shared = found
+    loaded = None
+    if content is not None:
         try:
-            loaded = _Loaded(path, optimizer, params, check_extra, not is_first)
+            loaded = _Loaded(path, content, optimizer, params, check_extra)
         except AllredError as error:
             failure = error
     _raise_first(failure)
@@ -76,8 +65,61 @@ def load_newest(
     _raise_first(failure)
     if loaded is not None:
         loaded.copy_params()
-    result = None if loaded is None else Restored(loaded.step, loaded.extra, everywhere)
-    return result if everywhere else functions.broadcast_object(result, first)
+    result = None if loaded is None else Restored(loaded.step, loaded.extra, shared)
+    return result if shared else functions.broadcast_object(result, functions.current().ranks[0])
+
+
+def _read_newest(
+    directory: str | os.PathLike[str], everywhere: bool
+) -> tuple[pathlib.Path, SavedTensors | None, AllredError | None, bool] | None:
+    """Read the newest checkpoint in which rank 0 finds no damage. Return its path, content, the error of this rank, and
+    whether all ranks have read it, else only rank 0; None if there is no checkpoint. Collective.
+
+    Raises CheckpointError, the same on all ranks: none can be read.
+    """
+    here = functions.current()
+    first, is_first = here.ranks[0], here.rank == 0
+    damaged: dict[pathlib.Path, str] = {}
+    while True:
+        chosen = _choose(directory, damaged) if is_first else None
+        path, mark, failure = functions.broadcast_object(chosen, first)
+        if failure is not None:
+            raise failure
+        if path is None:
+            return None
+        shared = everywhere and here.size > 1 and all(functions.allgather_object(_mark(path) == mark))
+        content = None
+        if is_first or shared:
+            try:
+                content = checkpoint.read_committed(path)
+            except CheckpointError as error:
+                failure = error
+        is_damaged = failure is not None and not isinstance(failure, MissingPackageError)
+        if not functions.broadcast_object(is_damaged, first):
+            break
+        damaged[path] = str(failure)
+    if is_first:
+        for text in damaged.values():
+            log.warning(f"a later checkpoint is skipped: {text}")
+    return path, content, failure, shared
+
+
+def _choose(
+    directory: str | os.PathLike[str], damaged: dict[pathlib.Path, str]
+) -> tuple[pathlib.Path | None, int | None, AllredError | None]:
+    """Return the newest checkpoint that is not one of those that are damaged, and the mark of its manifest; and an
+    error, if it cannot be chosen. No path: there is no checkpoint."""
+    try:
+        paths = [pathlib.Path(os.path.abspath(path)) for path in checkpoint.newest_first(directory)]
+    except AllredError as error:
+        return None, None, error
+    if path := next((path for path in paths if path not in damaged), None):
+        return path, _mark(path), None
+    if not damaged:
+        return None, None, None
+    newest = next(iter(damaged.values()))
+    text = f"no checkpoint in {os.fspath(directory)} can be read; the newest one: {newest}. To start without a "
+    return None, None, CheckpointError(f"{text}checkpoint, move these checkpoints to another directory")
 
 
 def _raise_first(failure: AllredError | None) -> None:
@@ -96,37 +138,18 @@ def _mark(path: pathlib.Path) -> int | None:
         return None
 
 
-def _find_newest(directory: str | os.PathLike[str]) -> pathlib.Path | None:
-    """Return the newest undamaged checkpoint; all its bytes were verified. Raises CheckpointError."""
-    found, damaged = checkpoint.find_newest(directory)
-    if damaged and found is None:
-        raise CheckpointError(
-            f"no checkpoint in {os.fspath(directory)} can be read; the newest one: {damaged[0]}. To start without a "
-            "checkpoint, move these checkpoints to another directory"
-        )
-    for text in damaged:
-        log.warning(f"a later checkpoint is skipped: {text}")
-    return None if found is None else pathlib.Path(os.path.abspath(found))
-
-
 class _Loaded:
-    """A checkpoint that was read and fits the optimizer and the parameters. verifies: whether the first rank of a host
-    verifies its bytes. Raises an error of allred."""
+    """A checkpoint that was read and fits the optimizer and the parameters. Raises an error of allred."""
 
     def __init__(
         self,
         path: pathlib.Path,
+        content: SavedTensors,
         optimizer: Any,
         params: Any,
         check_extra: Callable[[Any, pathlib.Path], None],
-        verifies: bool,
     ) -> None:
-        self._path, self._optimizer = path, optimizer
-        shape = world.current().topology
-        if verifies and shape.nodes > 1 and shape.local_rank == 0:
-            for problem in checkpoint.verify(path):
-                raise CheckpointError(problem)
-        self._content = content = checkpoint.read_verified(path)
+        self._path, self._optimizer, self._content = path, optimizer, content
         self.step = content.step
         _check_optimizer(optimizer, content, path)
         self._named, self._paths = _named_as_in(content, nest.leaves(params))

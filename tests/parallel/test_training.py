@@ -362,8 +362,8 @@ def test_each_rank_that_sees_the_checkpoint_reads_it(rank, sees, sharded, tmp_pa
     """Else rank 0 reads it, and broadcasts. Whether a rank sees it is pretended: here all have one file system."""
     if sees == "first" and rank:
         monkeypatch.setattr(load_checkpoint, "_mark", lambda path: None)
-    reads, read_verified = [], checkpoint.read_verified
-    monkeypatch.setattr(checkpoint, "read_verified", lambda path: reads.append(path) or read_verified(path))
+    reads, read = [], checkpoint.read_committed
+    monkeypatch.setattr(checkpoint, "read_committed", lambda path: reads.append(path) or read(path))
 
     def make():
         return allred.distributed(optim.SGD(lr=0.5, momentum=0.5), sharded=sharded), [

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from checkpoints import M, W, bits, piece, save, save_one
 
-from allred import checkpoint
+import allred
+from allred import checkpoint, testing
 from allred.checkpoint import files, whole
 from allred.errors import CheckpointError
 
@@ -124,5 +125,29 @@ def test_a_manifest_that_is_something_else(damaged, text):
 def test_bfloat16_without_ml_dtypes(tmp_path, monkeypatch):
     path = save(tmp_path, 1, [whole("w", bits((4,), ml_dtypes.bfloat16))])
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
-    with pytest.raises(CheckpointError, match="holds bfloat16, which needs ml_dtypes; pip install ml_dtypes"):
+    save_one(tmp_path, 0)  # which is not restored instead
+    opt = allred.distributed(allred.optim.SGD(lr=0.1))
+    for call in (
+        lambda: checkpoint.read_checkpoint(path),
+        lambda: checkpoint.read_newest(tmp_path),
+        lambda: testing.threads(1, lambda: opt.restore(tmp_path, {"w": np.zeros(4)})),
+    ):
+        with pytest.raises(CheckpointError, match="holds bfloat16, which needs ml_dtypes; pip install ml_dtypes"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"name": "v"}, r'\["[vw]", "", 0, 10\] is only in one of them'),
+        ({"dtype": "int32"}, r"'w' is float32 \(10,\) in it, but int32 \(10,\) in the manifest"),
+        ({"shape": [5, 2]}, r"'w' is float32 \(10,\) in it, but float32 \(5, 2\) in the manifest"),
+    ],
+)
+def test_a_manifest_that_describes_other_tensors(tmp_path, change, text):
+    path = save(tmp_path, 1, [whole("w", bits((10,), np.float32))])
+    [shard] = json.loads((path / "manifest.json").read_bytes())["shards"]
+    [entry] = shard["entries"]
+    rewrite(path, shards=[{**shard, "entries": [{**entry, **change}]}])
+    with pytest.raises(CheckpointError, match=f"does not have the tensors of its manifest: {text}"):
         checkpoint.read_checkpoint(path)

@@ -237,6 +237,13 @@ def test_public_names_are_listed_and_documented():
         allred.allreduce__  # noqa: B018
 
 
+@pytest.mark.parametrize("name", allred._PACKAGES)
+def test_packages_need_no_import_of_their_own(name):
+    code = f"import allred; print(allred.{name}.__name__)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == f"allred.{name}\n"
+
+
 def test_type_checkers_find_the_names_where_they_are_imported_from():
     stub = ast.parse((ROOT / "__init__.pyi").read_text())
     [listed] = [ast.literal_eval(node.value) for node in stub.body if isinstance(node, ast.Assign)]
