@@ -1,7 +1,8 @@
 """`bench start`: whole jobs, from the start of mpirun to its end, against a bare program of mpi4py with one barrier.
 
-Start it without mpirun: it starts the jobs, of both programs alternately. The parts are measured in rank 0. What they
-leave of the job's time is the time of mpirun, of the interpreter, and of the end of the ranks.
+Start it without mpirun: it starts the jobs, of all programs alternately. One of them also imports numpy. The parts are
+measured in rank 0. What they leave of the job's time is the time of mpirun, of the interpreter, and of the end of the
+ranks.
 """
 
 import argparse
@@ -15,7 +16,10 @@ from allred.bench.output import rounded
 from allred.cluster import launcher
 from allred.errors import ConfigError
 
-_BARE = "from mpi4py import MPI; MPI.COMM_WORLD.Barrier()"
+_OTHERS = {
+    "mpi4py": "from mpi4py import MPI; MPI.COMM_WORLD.Barrier()",
+    "mpi4py and numpy": "import numpy; from mpi4py import MPI; MPI.COMM_WORLD.Barrier()",
+}
 
 _OURS = """
 import json, time
@@ -43,28 +47,40 @@ def run(options: argparse.Namespace, command: str) -> None:
     """Measure and print. Raises ConfigError under mpirun, or if a job fails."""
     if launcher.name(os.environ):
         raise ConfigError("start starts jobs itself: run it without mpirun")
-    jobs: dict[str, list[float]] = {"allred": [], "mpi4py": []}
+    ours: list[float] = []
+    others: dict[str, list[float]] = {name: [] for name in _OTHERS}
     parts: dict[str, list[tuple[float, float]]] = {}
     for _ in range(options.runs):
-        jobs["mpi4py"].append(_job(options.ranks, _BARE).seconds)
+        for name, code in _OTHERS.items():
+            others[name].append(_job(options.ranks, code).seconds)
         result = _job(options.ranks, _OURS)
-        jobs["allred"].append(result.seconds)
+        ours.append(result.seconds)
         for part, wall, cpu in json.loads(result.out.splitlines()[-1]):
             parts.setdefault(part, []).append((wall, cpu))
     records = [
         {"part": part, "wall_ms": _ms(wall for wall, _ in found), "cpu_ms": _ms(cpu for _, cpu in found)}
         for part, found in parts.items()
     ]
-    whole = {"part": "job", "wall_ms": _ms(jobs["allred"]), "against": "mpi4py", "against_wall_ms": _ms(jobs["mpi4py"])}
-    whole["ratio"] = rounded(statistics.median(a / b for a, b in zip(jobs["allred"], jobs["mpi4py"], strict=True)))
+    wholes = [
+        {
+            "part": "job",
+            "wall_ms": _ms(ours),
+            "against": name,
+            "against_wall_ms": _ms(theirs),
+            "ratio": _ratio(ours, theirs),
+        }
+        for name, theirs in others.items()
+    ]
     if options.json:
-        for record in [*records, whole]:
+        for record in [*records, *wholes]:
             print(json.dumps({"bench": "start", "ranks": options.ranks, "runs": options.runs, **record}), flush=True)
         return
     print(f"start of {options.ranks} ranks, medians of {options.runs} jobs; {command}")
     for record in records:
         print(f"  {record['part']:16}{record['wall_ms']:>8} ms wall {record['cpu_ms']:>8} ms CPU")
-    print(f"  {'job':16}{whole['wall_ms']:>8} ms wall; mpi4py {whole['against_wall_ms']} ms; ratio {whole['ratio']}")
+    for whole in wholes:
+        against = f"{whole['against']} {whole['against_wall_ms']} ms, ratio {whole['ratio']}"
+        print(f"  {'job':16}{whole['wall_ms']:>8} ms wall; {against}")
 
 
 def _job(ranks: int, code: str) -> testing.Result:
@@ -72,6 +88,10 @@ def _job(ranks: int, code: str) -> testing.Result:
     if result.code:
         raise ConfigError(f"mpirun -np {ranks} failed: {result.text}")
     return result
+
+
+def _ratio(ours: list[float], theirs: list[float]) -> float:
+    return rounded(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)))
 
 
 def _ms(seconds: Any) -> float:

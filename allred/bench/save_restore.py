@@ -1,7 +1,7 @@
 """`bench checkpoint`: `opt.save` and `opt.restore` of mode sync, with SGD and momentum, against the raw files.
 
-raw write    rank 0 writes as many bytes to one file, and syncs it to disk
-raw read     each rank reads a file of that size into new memory
+raw write    rank 0 writes as many bytes to a new file, syncs it to disk, and replaces the last one by it
+raw read     each rank reads a file of that size into new arrays of 4 MiB
 torch.save, torch.load    of the same arrays, on rank 0 and on each rank, with the sync; where torch is installed
 
 The calls are interleaved. The files are in --directory, and usually in the page cache when they are read.
@@ -84,7 +84,7 @@ def _calls(opt: Any, params: dict[str, Any], directory: pathlib.Path) -> dict[st
         "save": together(lambda: opt.save(directory, params)),
         "raw write": together(lambda: files["raw"]("raw written"), on_all=False),
         "restore": together(lambda: opt.restore(directory, params)),
-        "raw read": together(lambda: np.fromfile(directory / "raw read", np.uint8)),
+        "raw read": together(lambda: _read(directory / "raw read")),
     }
     if "torch" in files:
         calls["torch.save"] = together(lambda: files["torch"]("torch written"), on_all=False)
@@ -109,8 +109,18 @@ def _torch_load(path: pathlib.Path) -> object:
 
 
 def _write(path: pathlib.Path, write: Callable[[Any], object]) -> None:
-    """Write a file, and sync it to disk."""
-    with open(path, "wb") as file:
+    """Write a file, sync it to disk, and replace an earlier one by it."""
+    new = path.with_suffix(".new")
+    with open(new, "wb") as file:
         write(file)
         file.flush()
         os.fsync(file.fileno())
+    new.replace(path)
+
+
+def _read(path: pathlib.Path) -> list[Any]:
+    with open(path, "rb", buffering=0) as file:
+        arrays = [np.empty(_SHAPE, np.float32) for _ in range(os.fstat(file.fileno()).st_size // (4 << 20))]
+        for array in arrays:
+            file.readinto(array.reshape(-1).view(np.uint8).data)
+    return arrays

@@ -1,6 +1,6 @@
 """Shards and the manifest of a checkpoint. Also the conversion of file errors to CheckpointError.
 
-A shard is the safetensors file of one process. The manifest is a JSON file that lists the shards:
+A shard is the safetensors file of one process (tensor_file.py). The manifest is a JSON file that lists the shards:
 
     {"format": "allred checkpoint", "version": 1, "step": 400, "time": ..., "meta": {}, "shards": [], "checksum": ""}
 
@@ -9,18 +9,14 @@ keep the fields `format`, `version` and `checksum`: then a newer version is not 
 
 Checksums are CRC-32, which detects every damage of up to 32 consecutive bits, and misses other damage once in 4 * 10^9
 times. On 100 MB in memory csrc/crc.c took 0.014 s, zlib.crc32 0.045 s, hashlib.sha256 0.09 s; writing and fsync 0.08 s.
-
-safetensors 0.8 and later write from the arrays without the GIL; earlier versions copy the shard once.
 """
 
 import contextlib
 import dataclasses
 import errno
-import io
 import json
 import os
 import pathlib
-import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -28,12 +24,12 @@ from typing import Any
 
 import numpy as np
 
-from allred import arrays, native
+from allred import arrays
 from allred.arrays import Array
+from allred.checkpoint import tensor_file
 from allred.checkpoint.entry import Entry
 from allred.errors import CheckpointError, InputError
 
-_READ_BYTES = 1 << 18  # they stay in the cache for the checksum
 _PERMISSION = "let this user write there, or save to another directory"
 _ADVICE = {
     errno.ENOENT: "it is gone, or this host does not see it: use a directory on a file system that all share",
@@ -54,24 +50,15 @@ class MissingPackageError(CheckpointError):
 
 @contextlib.contextmanager
 def file_errors(action: str, path: pathlib.Path) -> Iterator[None]:
-    """Convert OSError and SafetensorError to CheckpointError with action, path, reason and advice."""
-    from safetensors import SafetensorError
-
+    """Convert OSError to CheckpointError with action, path, reason and advice."""
     try:
         yield
     except CheckpointError:
         raise  # a CheckpointError is an OSError too
-    except (OSError, SafetensorError) as error:
-        number = error.errno if isinstance(error, OSError) else _errno_in(str(error))
-        reason = os.strerror(number) if number else str(error)
-        advice = _ADVICE.get(number or 0, "check the file system and the kernel's messages (dmesg)")
-        raise CheckpointError(f"{action} {path} failed: {reason}{_free_space(number, path)}; {advice}") from error
-
-
-def _errno_in(text: str) -> int | None:
-    """safetensors gives the system's error only as text: '(os error 28)', before 0.6 'Os { code: 28'."""
-    found = re.search(r"\b(?:os error|code:) (\d+)", text)
-    return int(found[1]) if found else None
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        advice = _ADVICE.get(error.errno or 0, "check the file system and the kernel's messages (dmesg)")
+        raise CheckpointError(f"{action} {path} failed: {reason}{_free_space(error.errno, path)}; {advice}") from error
 
 
 def _free_space(number: int | None, path: pathlib.Path) -> str:
@@ -126,8 +113,6 @@ def write_shard(
     Raises InputError: an array does not match its entry, or an entry is given twice. Nothing is written. Raises
     CheckpointError: the file cannot be written, or exists.
     """
-    from safetensors.numpy import save_file  # `import allred` does not load safetensors
-
     if not 0 <= index < of:
         raise InputError(f"write_shard: index={index} of={of} is not possible; expected 0 <= index < of")
     listed: list[Entry] = []
@@ -138,16 +123,14 @@ def write_shard(
         tensors[entry.key] = _stored(entry, array)
         listed.append(entry)
     path = pathlib.Path(directory) / shard_name(index, of)
-    with file_errors("write_shard: creating", path), open(path, "xb") as file:
-        mode = os.fstat(file.fileno()).st_mode
+    with file_errors("write_shard: creating", path):
+        file = open(path, "xb", buffering=0)  # noqa: SIM115
     try:
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
-        with file_errors(f"write_shard: writing {nbytes / 1e6:.1f} MB to", path):
-            save_file(tensors, path)
-            with open(path, "rb") as file:
-                os.fchmod(file.fileno(), mode)  # safetensors replaces the file by one that only its owner can read
-                os.fsync(file.fileno())
-            return ShardInfo(path.name, path.stat().st_size, _checksum(path), tuple(listed))
+        with file_errors(f"write_shard: writing {nbytes / 1e6:.1f} MB to", path), file:
+            checksum = tensor_file.write(file, tensors)
+            os.fsync(file.fileno())
+            return ShardInfo(path.name, file.tell(), f"{checksum:08x}", tuple(listed))
     except BaseException:
         with contextlib.suppress(OSError):
             path.unlink()
@@ -155,7 +138,7 @@ def write_shard(
 
 
 def _stored(entry: Entry, array: Any) -> Array:
-    """Return the array for safetensors: contiguous, in native byte order, in the stored shape."""
+    """Return the array for tensor_file.write: contiguous, in native byte order, in the stored shape."""
     host = arrays.as_host_array(array)
     if (arrays.name_of(host.dtype), host.size) != (entry.dtype, entry.stop - entry.start):
         raise InputError(
@@ -164,14 +147,6 @@ def _stored(entry: Entry, array: Any) -> Array:
         )
     native = host.astype(host.dtype.newbyteorder("="), copy=False)
     return arrays.flat(native).reshape(entry.stored_shape)
-
-
-def _checksum(path: pathlib.Path) -> str:
-    value, buffer = 0, memoryview(bytearray(_READ_BYTES))
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            value = native.crc32(buffer[:count], value)
-    return f"{value:08x}"
 
 
 def check_length(who: str, directory: pathlib.Path, shard: ShardInfo) -> None:
@@ -187,23 +162,17 @@ def check_bytes(who: str, directory: pathlib.Path, shard: ShardInfo) -> None:
     """Raise CheckpointError unless length and checksum of the file of the shard are right. Reads the file."""
     check_length(who, directory, shard)
     path = directory / shard.file
-    with file_errors(f"{who}: reading", path):
-        found = _checksum(path)
-    _check_checksum(who, path, shard, found)
+    with file_errors(f"{who}: reading", path), open(path, "rb", buffering=0) as file:
+        reader = tensor_file.Reader(file)
+        reader.read_rest()
+    _check_checksum(who, path, shard, reader.checksum)
 
 
-def _check_checksum(who: str, path: pathlib.Path, shard: ShardInfo, found: str) -> None:
-    if found != shard.checksum:
+def _check_checksum(who: str, path: pathlib.Path, shard: ShardInfo, checksum: int) -> None:
+    if (found := f"{checksum:08x}") != shard.checksum:
         raise CheckpointError(
             f"{who}: {path} is damaged: its checksum (CRC-32) is {found}, but was {shard.checksum} when it was written"
         )
-
-
-# The names of dtypes in files of safetensors.
-_STORED_DTYPES = {
-    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
-    "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
-}  # fmt: skip
 
 
 def read_shard(who: str, directory: pathlib.Path, shard: ShardInfo, place: Callable[[Entry], Array]) -> None:
@@ -216,76 +185,15 @@ def read_shard(who: str, directory: pathlib.Path, shard: ShardInfo, place: Calla
     check_length(who, directory, shard)
     if any(entry.dtype == "bfloat16" for entry in shard.entries):
         _register_bfloat16(who, path)
+    entries = {entry.key: entry for entry in shard.entries}
+    kinds = {key: f"{entry.dtype} {entry.stored_shape}" for key, entry in entries.items()}
     with file_errors(f"{who}: reading", path), open(path, "rb", buffering=0) as file:
-        reader = _Reader(file)
-        problem = _read_tensors(reader, shard, place)
+        reader = tensor_file.Reader(file)
+        problem = reader.read(kinds, lambda key: place(entries[key]))
         reader.read_rest()
-    _check_checksum(who, path, shard, f"{reader.checksum:08x}")
+    _check_checksum(who, path, shard, reader.checksum)
     if problem:  # the manifest was changed together with its checksum
         raise CheckpointError(f"{who}: {path} does not have the tensors of its manifest: {problem}")
-
-
-class _Reader:
-    """Reads a file from its beginning. checksum: of the bytes so far."""
-
-    def __init__(self, file: io.FileIO) -> None:
-        self._file = file
-        self.checksum = 0
-
-    def read_into(self, array: Array) -> bool:
-        """Fill a contiguous array. Return whether the file had enough bytes."""
-        left = array.reshape(-1).view(np.uint8).data
-        while len(left):
-            count = self._file.readinto(left[:_READ_BYTES])
-            if not count:
-                return False
-            self.checksum = native.crc32(left[:count], self.checksum)
-            left = left[count:]
-        return True
-
-    def read(self, count: int) -> bytes:
-        """Return the next `count` bytes; fewer at the end of the file."""
-        found = self._file.read(count)
-        self.checksum = native.crc32(found, self.checksum)
-        return found
-
-    def read_rest(self) -> None:
-        while self.read(_READ_BYTES):
-            pass
-
-
-def _read_tensors(reader: _Reader, shard: ShardInfo, place: Callable[[Entry], Array]) -> str:
-    """Read the tensors of a file of safetensors in their order: the length of the header in 8 bytes, the header in
-    JSON, the tensors without gaps. Return how the header differs from the manifest; "" if it does not."""
-    length = int.from_bytes(reader.read(8), "little")
-    try:
-        header = json.loads(reader.read(min(length, shard.nbytes)))
-        header.pop("__metadata__", None)
-        stored = sorted((*_range(info), key, _kind(info)) for key, info in header.items())
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return f"its header cannot be read: {type(error).__name__}: {error}"
-    entries = {entry.key: entry for entry in shard.entries}
-    if header.keys() != entries.keys():
-        return f"{sorted(header.keys() ^ entries.keys())[0]} is only in one of them"
-    position = 0
-    for start, stop, key, kind in stored:
-        entry = entries[key]
-        if kind != (wanted := f"{entry.dtype} {entry.stored_shape}"):
-            return f"{entry.title} is {kind} in it, but {wanted} in the manifest"
-        array = place(entry)
-        if (start, stop) != (position, position + array.nbytes) or not reader.read_into(array):
-            return f"{entry.title} is at bytes {start} to {stop}, expected {position} to {position + array.nbytes}"
-        position = stop
-    return ""
-
-
-def _range(info: dict[str, Any]) -> tuple[int, int]:
-    start, stop = info["data_offsets"]
-    return int(start), int(stop)
-
-
-def _kind(info: dict[str, Any]) -> str:
-    return f"{_STORED_DTYPES.get(info['dtype'], info['dtype'])} {tuple(info['shape'])}"
 
 
 def _register_bfloat16(who: str, path: pathlib.Path) -> None:

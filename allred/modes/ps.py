@@ -26,7 +26,7 @@ from allred.modes.detect.parameter_changes import ParameterChanges, remedy
 from allred.modes.match import parameter
 from allred.modes.options import Mode, StepInput, StepOptions
 from allred.modes.ps_payload import HostStaging, PushedGradients, PushedLearningRate
-from allred.optim.base import Optimizer, splittable
+from allred.optim.base import Optimizer, load_new_state, splittable
 from allred.ps import context, protocol, shm_transport
 from allred.ps.context import Context
 from allred.ps.placement import place
@@ -332,6 +332,13 @@ class PsMode(Mode):
 
     def load_state_dict(self, state: Any) -> None:
         self._optimizer.load_state_dict(state)
+        self._send_loaded_state()
+
+    def load_new_state(self, state: Any) -> None:
+        load_new_state(self._optimizer, state)
+        self._send_loaded_state()
+
+    def _send_loaded_state(self) -> None:
         self._loaded = True
         if self._client is not None and self._context.worker == 0:
             self._send_state()

@@ -33,6 +33,7 @@ _LEAVE_S = 2.0  # time limit for the message of a worker that leaves
 _DEATHS = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING} - {MPI.ERR_UNKNOWN}
 LOST = (ConnectionResetError, MPI.Exception)  # errors of a dead peer, for both transports
 _PART_BYTES = 2**28  # of a large object, so that counts stay below 2**31
+_INLINE_BYTES = 2**16  # larger arrays are parts of their own
 
 
 def _complete(request: Any, lost: bool = False) -> bool:
@@ -83,8 +84,18 @@ class MpiTransport:
         self.comm = comm
         self._sending: deque[tuple[Any, Any]] = deque()  # requests, and their data
 
-    def send(self, to: int, tag: int, value: Any) -> None:
-        self.send_parts(to, tag, [pickle.dumps(value, pickle.HIGHEST_PROTOCOL)])
+    def send(self, to: int, tag: int, value: Any, copies: bool = True) -> None:
+        """Send an object. copies: else its large arrays are not copied, and must not change until it has arrived."""
+        buffers: list[Any] = []
+
+        def is_in_pickle(buffer: pickle.PickleBuffer) -> bool:
+            if copies or (raw := buffer.raw()).nbytes < _INLINE_BYTES:
+                return True
+            buffers.append(raw)
+            return False
+
+        pickled = pickle.dumps(value, pickle.HIGHEST_PROTOCOL, buffer_callback=is_in_pickle)
+        self.send_parts(to, tag, [pickled, *buffers])
 
     def send_parts(self, to: int, tag: int, parts: Sequence[Any]) -> None:
         """Send buffers without a copy: they must not change until `progress` returns True."""
@@ -130,8 +141,8 @@ class MpiTransport:
         return record.tobytes()
 
     def receive(self, source: int, tag: int, waits_for_peers: bool = False) -> Steps[Any]:
-        [data] = yield from self.receive_parts(source, tag, waits_for_peers)
-        return pickle.loads(data.data)
+        pickled, *buffers = yield from self.receive_parts(source, tag, waits_for_peers)
+        return pickle.loads(pickled.data, buffers=buffers)
 
     def receive_parts(self, source: int, tag: int, waits_for_peers: bool = False) -> Steps[list[Array]]:
         arrival = Arrival(self.comm, source, tag, waits_for_peers)

@@ -10,7 +10,6 @@ import time
 
 import numpy as np
 import pytest
-import safetensors
 
 from allred import checkpoint
 from allred.checkpoint import ShardInfo
@@ -178,7 +177,6 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
-@pytest.mark.skipif(safetensors.__version__ < "0.8", reason="safetensors copies before 0.8")
 def test_a_save_does_not_copy_the_arrays(tmp_path):
     run = subprocess.run([sys.executable, "-c", MEMORY, tmp_path], capture_output=True, text=True, timeout=60)
     assert run.stderr == ""

@@ -32,7 +32,7 @@ PACKAGES = (
         "startup",
     ),
     *("session", "client", "launch", "modes", "ps", "comm", "fusion", "timeline", "watch", "data", "optim", "arena"),
-    *("cluster", "checkpoint", "gpu", "native", "nest", "arrays", "validators", "log", "world", "counters", "config"),
+    *("cluster", "checkpoint", "gpu", "nest", "native", "arrays", "validators", "log", "world", "counters", "config"),
     *("errors", "detached", "channel", "command_line", "launcher_variables", "wording"),
 )
 

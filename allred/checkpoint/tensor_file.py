@@ -1,0 +1,115 @@
+"""Files of tensors in the safetensors format, written and read in one pass that also computes their checksum.
+
+    8 bytes   length of the header, little-endian
+    header    JSON: {key: {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, ...}, padded with spaces
+    data      the tensors without gaps, in C order and little-endian; those with the largest elements first
+
+The library safetensors reads and writes the same files, but then a checksum needs a second pass.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from allred import arrays, native
+from allred.arrays import Array
+
+_PIECE_BYTES = 1 << 18  # they stay in the cache for the checksum
+_ALIGNMENT = 8  # of the data
+_DTYPES = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32",
+    "uint64": "U64", "int64": "I64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
+}  # fmt: skip
+_NAMES = {stored: name for name, stored in _DTYPES.items()}
+
+
+def write(file: BinaryIO, tensors: Mapping[str, Array]) -> int:
+    """Write contiguous arrays in native byte order into an unbuffered file. Return the checksum (CRC-32) of all bytes
+    in it. Raises OSError."""
+    header, position, checksum = {}, 0, 0
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
+    for key, array in ordered:
+        stop = position + array.nbytes
+        dtype = _DTYPES[arrays.name_of(array.dtype)]
+        header[key] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [position, stop]}
+        position = stop
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    parts = [memoryview(len(text).to_bytes(8, "little") + text), *(_bytes_of(array) for _, array in ordered)]
+    for left in parts:
+        while len(left):
+            count = file.write(left[:_PIECE_BYTES])
+            checksum = native.crc32(left[:count], checksum)
+            left = left[count:]
+    return checksum
+
+
+def _bytes_of(array: Array) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+class Reader:
+    """Reads an unbuffered file of tensors from its beginning. checksum: of all bytes read so far."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._nbytes = file, os.fstat(file.fileno()).st_size
+        self.checksum = 0
+
+    def read(self, kinds: Mapping[str, str], place: Callable[[str], Array]) -> str:
+        """Read all tensors. Return how the file differs from what is expected; "" if it does not.
+
+        kinds: dtype and shape of each expected tensor by its key, such as "float32 (2, 3)". place: returns the array to
+        fill for a key: contiguous and writable.
+        """
+        length = int.from_bytes(self._next(8), "little")
+        try:
+            header = json.loads(self._next(length))
+            header.pop("__metadata__", None)
+            stored = sorted((*_range(info), key, _kind(info)) for key, info in header.items())
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            return f"its header cannot be read: {type(error).__name__}: {error}"
+        if header.keys() != kinds.keys():
+            return f"{sorted(header.keys() ^ kinds.keys())[0]} is only in one of them"
+        position = 0
+        for start, stop, key, kind in stored:
+            if kind != kinds[key]:
+                return f"{key} is {kind} in it, but {kinds[key]} in the manifest"
+            array = place(key)
+            if (start, stop) != (position, position + array.nbytes) or not self._fill(array):
+                return f"{key} is at bytes {start} to {stop}, expected {position} to {position + array.nbytes}"
+            position = stop
+        return ""
+
+    def read_rest(self) -> None:
+        """Read to the end of the file, for the checksum."""
+        while self._next(_PIECE_BYTES):
+            pass
+
+    def _next(self, count: int) -> bytes:
+        """Return the next `count` bytes; fewer at the end of the file."""
+        found = self._file.read(min(count, self._nbytes))
+        self.checksum = native.crc32(found, self.checksum)
+        return found
+
+    def _fill(self, array: Array) -> bool:
+        """Read into an array. Return whether the file had enough bytes."""
+        left = _bytes_of(array)
+        while len(left):
+            count = self._file.readinto(left[:_PIECE_BYTES])  # type: ignore[attr-defined]
+            if not count:
+                return False
+            self.checksum = native.crc32(left[:count], self.checksum)
+            left = left[count:]
+        return True
+
+
+def _range(info: Mapping[str, Any]) -> tuple[int, int]:
+    start, stop = info["data_offsets"]
+    return int(start), int(stop)
+
+
+def _kind(info: Mapping[str, Any]) -> str:
+    return f"{_NAMES.get(info['dtype'], info['dtype'])} {tuple(info['shape'])}"
