@@ -172,6 +172,23 @@ def check_several_servers(result, consistency, dtype):
     assert consistency != "sync" or set(line["staleness"]) == {"0"}
 
 
+def test_the_start_of_jobs():
+    result = python("-m", "allred", "bench", "start", "--runs", 1, "--json")
+    assert result.code == 0, result.text
+    *parts, bare, with_numpy = map(json.loads, result.out.splitlines())
+    assert [part["part"] for part in parts] == ["import numpy", "import allred", "init", "first step"]
+    assert all(part["wall_ms"] > 0 and part["cpu_ms"] > 0 for part in parts)
+    assert (bare["against"], with_numpy["against"]) == ("mpi4py", "mpi4py and numpy")
+    assert sum(part["wall_ms"] for part in parts) < bare["wall_ms"] == with_numpy["wall_ms"]
+    for job in (bare, with_numpy):
+        assert math.isclose(job["ratio"], job["wall_ms"] / job["against_wall_ms"], rel_tol=0.01)
+    table = python("-m", "allred", "bench", "start", "--runs", 1, "--ranks", 1)
+    assert (table.code, table.out.count("ms wall")) == (0, 6), table.text
+    result = mpirun(2, "-m", "allred", "bench", "start")
+    assert result.code == 2, result.text
+    assert "start starts jobs itself: run it without mpirun" in result.err
+
+
 def test_arenas_on_and_off():
     """Costs 2 s: one job for three commands."""
     tiny = " ".join(TINY)
