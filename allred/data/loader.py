@@ -116,7 +116,10 @@ def claim_samples(samples: int | None = None) -> int | None:
 
     Returns None if no batches are in use. Raises InputError if the batch is not known and the shares differ.
     """
-    iterations = _iterations()
+    here = world.current_or_none()  # not _iterations(): every step calls this
+    iterations = _without_world if here is None else here.iterations
+    if iterations is None:
+        return samples
     running = iterations.running
     if not running and not iterations.uneven_left:
         return samples
