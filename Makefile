@@ -16,7 +16,7 @@ FULL = --full $(if $(PART),--part $(PART)) $(T)
 
 VENV_mpich := .venv
 VENV_openmpi := .venv-openmpi
-SOURCES := pyproject.toml $(wildcard csrc/*)
+SOURCES := pyproject.toml $(wildcard csrc/*.[ch] csrc/python/*)
 
 # Open MPI refuses root, and more ranks than cores, unless told otherwise; MPICH knows none of these names.
 export OMPI_ALLOW_RUN_AS_ROOT := 1
@@ -177,7 +177,7 @@ bench-torch: $(VENV_mpich)/.torch ## measure training steps of torch against DDP
 lint: $(VENV_mpich)/.dev ## ruff and clang-format, changing nothing
 	$(VENV_mpich)/bin/ruff check .
 	$(VENV_mpich)/bin/ruff format --check .
-	$(VENV_mpich)/bin/clang-format --dry-run --Werror csrc/*.c csrc/*.h tests/csrc/*.c tests/csrc/*.h
+	$(VENV_mpich)/bin/clang-format --dry-run --Werror csrc/*.[ch] csrc/python/*.[ch] tests/csrc/*.c tests/csrc/*.h
 
 types: $(VENV_mpich)/.dev ## mypy, strict
 	$(VENV_mpich)/bin/mypy
@@ -195,7 +195,7 @@ docs: $(VENV_mpich)/.docs ## docs/ as a site in build/site; a warning is an erro
 format: $(VENV_mpich)/.dev ## let ruff and clang-format rewrite the sources
 	$(VENV_mpich)/bin/ruff check --fix .
 	$(VENV_mpich)/bin/ruff format .
-	$(VENV_mpich)/bin/clang-format -i csrc/*.c csrc/*.h tests/csrc/*.c tests/csrc/*.h
+	$(VENV_mpich)/bin/clang-format -i csrc/*.[ch] csrc/python/*.[ch] tests/csrc/*.c tests/csrc/*.h
 
 clean: ## remove the environments and what was built
 	rm -rf $(VENV_mpich) $(VENV_openmpi) build *.egg-info allred/native/*.so .pytest_cache .mypy_cache .ruff_cache

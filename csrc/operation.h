@@ -14,7 +14,7 @@
  * Operations across hosts have one or two rounds of another kind (network.h).
  *
  * Operations on large tensors have a first round of another kind if all ranks map the memory of each (arenas):
- * in_place.h for an allreduce, exchanges.c for the others.
+ * allreduce_in_place.h for an allreduce, collectives.c for the others.
  *
  * Why no rank writes memory that another reads:
  *
@@ -39,7 +39,7 @@
 
 /* A tensor to reduce: `bytes` bytes of a dtype of reduce.h. `out` may be `in`. wire: the narrower dtype in which it
  * travels (allred_narrows), or 0. index: its position in the caller's list. location: the position of its location in
- * the table of locations, set by the operation (in_place.h). */
+ * the table of locations, set by the operation (allreduce_in_place.h). */
 typedef struct {
   const char *in;
   char *out;
@@ -116,7 +116,7 @@ struct allred_operation {
   char *receive;
   const uint64_t *send_starts, *receive_starts;
   size_t part_bytes;
-  const allred_transfer *ring; /* the later rounds, if any, of an exchange that begins with locations (exchanges.c) */
+  const allred_transfer *ring; /* the later rounds, if any, of an exchange that begins with locations (collectives.c) */
   uint64_t ring_rounds, first_round; /* the number of these, and of the first one that passes data through the ring */
   /* in a queue, see queue.h */
   allred_operation *next;

@@ -4,7 +4,7 @@
  * Each rank has an area. Other ranks write there only `doorbell` and `sleepers`. An area has
  *
  *   stage          how far the rank is within its current operation
- *   results        2, used in turn by operations: what the rank has found in its part of the result (in_place.h)
+ *   results        2, used in turn by operations: what the rank has found in its part (allreduce_in_place.h)
  *   doorbell       0; or the rank sleeps: 1 + the rank that it waits for (doorbell.h)
  *   sleepers       in the area of rank 0: the number of ranks that sleep
  *   inline slots   2, used in turn by operations: a header, and the data of an operation that is small

@@ -2,7 +2,7 @@
 
 Compression: each float32 or float64 number is rounded to nearest, ties to even, before it is sent; float64 is first
 converted to float32. All ranks, also for their own numbers, add the rounded numbers in float32, so all get the same
-bits. In shared memory C does this while it copies (csrc/transfers.c); other backends use `narrow` and `widen`. 16-bit
+bits. In shared memory C does this while it copies (csrc/allreduce.c); other backends use `narrow` and `widen`. 16-bit
 numbers are uint16 arrays here, so bfloat16 needs no package.
 """
 

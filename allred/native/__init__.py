@@ -47,7 +47,7 @@ if available and _kernels.reads_arrays(np.zeros((2, 3))):
 variants: tuple[str, ...] = _kernels.variants() if available else ()
 
 # None if the extension was not built.
-arm_exit: Callable[..., bool] | None = getattr(_kernels, "arm_exit", None)  # see csrc/exit.h
+arm_exit: Callable[..., bool] | None = getattr(_kernels, "arm_exit", None)  # see csrc/python/exit.h
 alarm: Callable[[float, float, str, str, int], bool] | None = getattr(_kernels, "alarm", None)  # see csrc/alarm.h
 cancel_alarm: Callable[[], None] | None = getattr(_kernels, "cancel_alarm", None)
 Mailbox: Any = getattr(_kernels, "Mailbox", None)  # see csrc/mailbox.h

@@ -53,7 +53,7 @@ def arm_exit(
     status: int,
     /,
 ) -> bool:
-    """Set what this process does at exit (csrc/exit.h). mpi: the addresses of MPI_Finalized, MPI_Finalize and
+    """Set what this process does at exit (csrc/python/exit.h). mpi: the addresses of MPI_Finalized, MPI_Finalize and
     MPI_Abort, and the handle of the communicator to abort. False if libc has no on_exit()."""
 
 def arena_open(numpy_api: Any, fd: int, offset: int, memory: Any, /) -> bool:
@@ -206,7 +206,7 @@ class Segment:
     def halt(self) -> None:
         """Stop all progress, for good, and end the thread."""
     def set_arenas(self, arenas: list[Any], /) -> None:
-        """From now on, reduce arrays that lie in these writable buffers in place (csrc/in_place.h).
+        """From now on, reduce arrays that lie in these writable buffers in place (csrc/allreduce_in_place.h).
 
         arenas: the memory of each rank, as this process maps it. Called on all ranks between the same operations. The
         arrays of an operation that is given up must not be used again. ValueError if the segment has arenas or is in

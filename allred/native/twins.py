@@ -140,7 +140,7 @@ def update_group(
 
 def leaves_of(structure: Any, tree: Any) -> list[Any] | None:
     """Return the leaves of a nest with this structure (nest.structure); None if it has another one. Leaves may be any
-    objects. See csrc/nest.c."""
+    objects. See csrc/python/nest.c."""
     found: list[Any] = []
     return found if _add_leaves(structure, tree, found) else None
 
@@ -160,12 +160,12 @@ def _add_leaves(structure: Any, tree: Any, found: list[Any]) -> bool:
 
 def match(tensors: list[Any], params: list[Any], grads: list[Any]) -> bool:
     """Whether params and grads are C-contiguous numpy arrays with the shapes and dtypes of the tensors (fusion.py
-    Tensor), and the params are writable. See csrc/match.c."""
+    Tensor), and the params are writable. See csrc/python/match.c."""
     return len(tensors) == len(params) == len(grads) and all(map(_matches, tensors, params, grads))
 
 
 def disjoint(group: list[Any]) -> bool:
-    """Whether these are writable, contiguous numpy arrays that share no memory. See csrc/match.c."""
+    """Whether these are writable, contiguous numpy arrays that share no memory. See csrc/python/match.c."""
     usable = all(type(array) is np.ndarray and array.flags.writeable and array.flags.forc for array in group)
     return usable and next(pairs_sharing_memory(group), None) is None
 
@@ -173,7 +173,7 @@ def disjoint(group: list[Any]) -> bool:
 def hash_window(group: list[Any], starts: bytes, step: int) -> int | None:
     """Return a hash of up to 1024 consecutive elements of C-contiguous numpy arrays, others in each step; its lowest 16
     bits are 0. None if another value is among the elements. starts: by array, the number of elements before it, int64,
-    and the number of all elements. See csrc/match.c."""
+    and the number of all elements. See csrc/python/match.c."""
     total, count, before = 0, 1024, np.frombuffer(starts, np.int64)
     at = step % max(1, -(-int(before[-1]) // count)) * count
     first = int(np.searchsorted(before, at, "right")) - 1

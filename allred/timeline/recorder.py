@@ -155,7 +155,7 @@ class Track:
 
     A started operation (comm/work.py) is recorded from its start until it is complete. If a blocking call starts it,
     the start of the call is recorded before, and rank_file.py joins the two. A blocking allreduce on the fast path in C
-    (csrc/segment_fast.c) starts nothing in Python: C records it, and `gather` fetches these records.
+    (csrc/python/segment_allreduce.c) starts nothing in Python: C records it, and `gather` fetches these records.
     """
 
     def __init__(self, recorder: Recorder, members: str) -> None:

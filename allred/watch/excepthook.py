@@ -1,6 +1,6 @@
 """The end of the program of a rank: report an uncaught exception, Ctrl-C and sys.exit(n) to the watcher.
 
-An explicit `raise SystemExit(n)` is not seen here; libc's exit() sees it (csrc/exit.h). An uncaught exception is
+An explicit `raise SystemExit(n)` is not seen here; libc's exit() sees it (csrc/python/exit.h). An uncaught exception is
 reported once, in the first of these places that sees it:
 
     sys.excepthook       the interpreter calls it, or a hook of the program that calls the hook before it

@@ -4,9 +4,9 @@ mpi4py would finalize MPI at exit, which waits for the other ranks; a failed ran
 for it. So a rank that ends with a status other than 0 aborts the job. Before that it reports the failure to its
 watcher, so that the other ranks unwind and leave first (job_state.py has the protocol).
 
-With the C extension this is decided inside libc's exit(), which knows the status (csrc/exit.h). Without it, or if MPI
-was imported before allred.init() and mpi4py finalizes it first, the status is the one that Python shows: an uncaught
-exception, Ctrl-C, sys.exit(n). An explicit `raise SystemExit(n)` is not seen then.
+With the C extension this is decided inside libc's exit(), which knows the status (csrc/python/exit.h). Without it, or
+if MPI was imported before allred.init() and mpi4py finalizes it first, the status is the one that Python shows: an
+uncaught exception, Ctrl-C, sys.exit(n). An explicit `raise SystemExit(n)` is not seen then.
 
 Two more cases use the status that Python shows. A rank that fails while its own threads or atexit functions still run,
 or the deletion of its objects, is ended after GRACE_S: by a thread of Python, and from `_leave` on by one of C. And
@@ -31,11 +31,11 @@ from allred.watch import excepthook, runner_link
 from allred.watch.delayed_handlers import delayed_handlers
 
 GRACE_S = 3.0  # from failing to leaving
-FOLLOWER_S = 10.0  # as GRACE_S, if another rank has failed before; as in csrc/exit.c
-_DRAIN_S = 0.2  # as in csrc/exit.c
+FOLLOWER_S = 10.0  # as GRACE_S, if another rank has failed before; as in csrc/python/exit.c
+_DRAIN_S = 0.2  # as in csrc/python/exit.c
 _SHORTEST_S = 0.5  # from `_leave` to the end of the grace period
 _READ_S = 0.5  # interval at which a lingering rank reads messages
-_TELL, _AWAIT, _RELEASED, _STAY, _LINGER = range(5)  # as in csrc/exit.h
+_TELL, _AWAIT, _RELEASED, _STAY, _LINGER = range(5)  # as in csrc/python/exit.h
 
 _pid = 0  # of the rank's own process, not of its forks
 _mpi: Any = None  # mpi4py.MPI, after `take_over`
@@ -72,7 +72,7 @@ def take_over(MPI: Any, finalizes: bool, lifeline: int = -1) -> None:  # noqa: N
     """Take over the exit of this process, once.
 
     finalizes: whether allred finalizes MPI. lifeline: the descriptor that reports the end of this process to the
-    others, if no launcher started it; else -1 (csrc/exit.h).
+    others, if no launcher started it; else -1 (csrc/python/exit.h).
     """
     global _pid, _mpi, _arm, _pmi, _lifeline
     if _mpi is not None and _pid == os.getpid():
@@ -192,7 +192,7 @@ def _cancel_abort_of_mpi4py() -> None:
 
 
 def _leave_without_c(finalizes: bool, status: int, duty: int, code: int, words: str) -> None:
-    """Do what csrc/exit.c does, with the status that Python shows."""
+    """Do what csrc/python/exit.c does, with the status that Python shows."""
     watcher = world.watcher()
     bad = bool(status or _stuck)
     if duty == _STAY and bad:

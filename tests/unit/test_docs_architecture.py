@@ -68,7 +68,7 @@ def test_references_of_a_text():
 
 
 @pytest.mark.parametrize(
-    "reference", ["csrc/transfers.c:no_such_function", "csrc/transfers.c:memcpy", "fusion.py:Plan.no"]
+    "reference", ["csrc/allreduce.c:no_such_function", "csrc/allreduce.c:memcpy", "fusion.py:Plan.no"]
 )
 def test_a_missing_name_is_found(reference):
     path, name = reference.split(":")

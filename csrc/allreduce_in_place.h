@@ -42,7 +42,7 @@
  */
 int allred_begin_in_place(allred_operation *op);
 
-/* Prepare the rounds in which the first `tensor_count` tensors of the table pass through the ring (transfers.c). */
+/* Prepare the rounds in which the first `tensor_count` tensors of the table pass through the ring (allreduce.c). */
 void allred_begin_ring(allred_operation *op);
 
 #endif

@@ -1,13 +1,13 @@
 /*
  * The Python types of the shared-memory backend.
  *
- *   segment_type.c     Segment: one rank's view of the shared memory of its node, and the queue of its operations
- *   segment_fast.c     the fast path of Segment: plain arrays are checked and hashed in C, and usually reduced at once
- *   segment_exchanges.c  allgather, broadcast, alltoall and reducescatter of Segment
- *   segment_arenas.c   the arenas of Segment
- *   segment_network.c  the connections of Segment to other hosts
- *   operation_type.c   Operation: a pending operation, and the buffers that it holds until it is complete
- *   trace.c            the trace of the fast path, for the timeline
+ *   segment_type.c         Segment: one rank's view of the shared memory of its node, and the queue of its operations
+ *   segment_allreduce.c    the fast path of Segment: plain arrays are checked and hashed in C, and usually reduced
+ *   segment_collectives.c  allgather, broadcast, alltoall and reducescatter of Segment
+ *   segment_arenas.c       the arenas of Segment
+ *   segment_network.c      the connections of Segment to other hosts
+ *   operation_type.c       Operation: a pending operation, and the buffers that it holds until it is complete
+ *   trace.c                the trace of the fast path, for the timeline
  *
  * Each file uses only files below it. The ranks of one operation may use the fast path or not, independently.
  */

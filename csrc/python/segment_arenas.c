@@ -1,4 +1,4 @@
-/* The arenas of a Segment: the memory of each rank in which arrays are reduced in place (in_place.h). */
+/* The arenas of a Segment: the memory of each rank in which arrays are reduced in place (allreduce_in_place.h). */
 #include "segment_object.h"
 
 void allred_segment_release_arenas(Segment *self) {

@@ -1,7 +1,7 @@
 /* FILL, REDUCE and DRAIN (operation.h) of an allreduce. */
 #include <string.h>
 
-#include "in_place.h"
+#include "allreduce_in_place.h"
 #include "scan.h"
 
 /*

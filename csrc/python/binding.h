@@ -28,7 +28,7 @@ extern PyType_Spec allred_operation_spec, allred_segment_spec, allred_mailbox_sp
 /* module.c: set a kernel variant by its name; "" leaves the fastest. A converter for "O&" of PyArg_ParseTuple. */
 int allred_named_variant(PyObject *object, void *variant);
 
-/* update_python.c */
+/* python/update.c */
 PyObject *allred_python_update(PyObject *module, PyObject *args);
 PyObject *allred_python_update_group(PyObject *module, PyObject *args);
 

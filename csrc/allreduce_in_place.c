@@ -1,4 +1,4 @@
-#include "in_place.h"
+#include "allreduce_in_place.h"
 
 #include <string.h>
 
