@@ -21,7 +21,11 @@ Process = subprocess.Popen[str]
 
 # The package without its __init__, which would load numpy: such a process takes 12 MB and starts in a moment.
 _PROGRAM = """
-import importlib, sys, types
+import importlib, os, sys, types
+try:
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))  # the cores of the rank may be busy
+except OSError:
+    pass
 package = types.ModuleType("allred")
 package.__path__ = [sys.argv[1]]
 sys.modules["allred"] = package
@@ -37,8 +41,8 @@ def keep_standard_files() -> None:
     os.close(descriptor)
 
 
-def launch(module: str, files: Iterable[int] = ()) -> Process:
-    """Launch a process for `module` of allred, whose main() calls `serve`. It imports the module, and waits for the
+def spawn(module: str, files: Iterable[int] = ()) -> Process:
+    """Spawn a process for `module` of allred, whose main() calls `serve`. It imports the module, and waits for the
     settings. files: descriptors that it inherits."""
     command = [sys.executable, "-I", "-S", "-c", _PROGRAM, str(Path(__file__).parent), module]
     pipe = subprocess.PIPE
@@ -47,15 +51,18 @@ def launch(module: str, files: Iterable[int] = ()) -> Process:
     )
 
 
-def start(module: str, settings: Any, files: Iterable[int] = (), launched: Process | None = None) -> dict[str, Any]:
-    """Start the service of `module` in the process `launched`, or in a new one. Return its answer, with the key
-    "problem": an error, or ""."""
+def start(module: str, settings: Any, files: Iterable[int] = (), process: Process | None = None) -> dict[str, Any]:
+    """Start the service of `module` in the spawned `process`; in a new one if that was killed, or without it. Return
+    its answer, with the key "problem": an error, or "". files: descriptors that a new process inherits."""
+    if process is not None and not (answer := _start(lambda: process, settings))["problem"]:
+        return answer
+    return _start(lambda: spawn(module, files), settings)
+
+
+def _start(get_process: Callable[[], Process], settings: Any) -> dict[str, Any]:
     out = err = ""
-    if launched is not None and launched.poll() is not None:  # someone has killed it
-        launched.communicate()
-        launched = None
     try:
-        with launched or launch(module, files) as process:
+        with get_process() as process:
             try:
                 out, err = process.communicate(json.dumps(settings), START_S)
             except BaseException:
@@ -72,7 +79,7 @@ def serve(service: Callable[[Any], Any]) -> None:
     """Run the background process. service: a class, called with the settings. Its attribute `answer` is sent to the
     process that called `start`; its method `run` is called in a process without a parent."""
     settings = sys.stdin.read()
-    if not settings:  # the process that launched this one has ended, or needs no service
+    if not settings:  # the process that spawned this one has ended, or needs no service
         os._exit(0)
     running = service(json.loads(settings))
     print(json.dumps(running.answer), flush=True)
@@ -81,8 +88,6 @@ def serve(service: Callable[[Any], Any]) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each rank needs some files
-    with contextlib.suppress(OSError):
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))  # the cores of the rank may be busy
     null = os.open(os.devnull, os.O_RDWR)
     for number in range(3):
         os.dup2(null, number)

@@ -15,7 +15,7 @@ def rank(environ: Mapping[str, str]) -> int | None:
 
 
 def local_rank(environ: Mapping[str, str]) -> int | None:
-    """Return the number of this process on its host; None if no launcher has set it."""
+    """Return the local rank of this process on its host; None if no launcher has set it."""
     found = (environ.get(name, "") for name in _LOCAL_RANK)
     return next((int(value) for value in found if value.isdigit()), None)
 

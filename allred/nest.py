@@ -98,8 +98,8 @@ def _rebuild(tree: Any, take: Callable[[], Any]) -> Any:
 
 
 def digest(tree: Any) -> str:
-    """Hash of all names, shapes, dtypes and bytes of a nest, 12 hex digits. Equal nests have equal digests; two others
-    have equal ones with a probability of 2**-32 or less.
+    """Hash of all names, shapes, dtypes and bytes of a nest, 12 hex digits. Equal nests have equal digests; about one
+    in 2**32 pairs of different nests has, too. It is made of CRC-32, so it does not protect against intent.
 
     >>> digest({"w": [1.0, 2.0]}) == digest({"w": (1.0, 2.0)})
     True

@@ -5,7 +5,7 @@
 All ranks exchange their settings before one of them raises, so an unusable setting is the same error on all ranks. A
 rank without settings takes those of the chief, because launchers over ssh do not forward variables.
 
-What only some jobs use (mode ps, clients) is imported where it is used: each rank imports this module.
+Modules that only some jobs need (mode ps, clients) are imported where they are used, so that other jobs start sooner.
 """
 
 import atexit
@@ -38,7 +38,7 @@ from allred.watch.start import startup_timeout
 from allred.wording import count
 from allred.world import World
 
-_servers_ended = False  # whether mode ps is over in this process, and its servers have ended
+_servers_ended = False  # whether this process has left mode ps, and the programs of its servers end
 
 
 def init(
@@ -118,11 +118,11 @@ def enter(comm: Any, cluster: Cluster | None = None, **arguments: Any) -> None:
     if joined is not None:
         given = dataclasses.replace(given, lifeline=joined.lifeline)
     try:
-        watch.launch(settings)
+        watch.spawn_early(settings)
         with startup_timeout(settings, given.lifeline):
             _join_ranks(comm, settings, given, in_cluster=cluster is not None)
     finally:
-        watch.discard()
+        watch.discard_spawned()
         for name in joined.environment if joined is not None else ():  # not for child processes
             os.environ.pop(name, None)
     if joined is not None:

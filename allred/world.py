@@ -36,7 +36,8 @@ class World:
     ps: mode ps; None in other modes. watcher: the connection to the watcher; None without one.
     in_cluster: whether allred.Server() made this world. client_group: the tasks of a cluster
     with clients; None without clients.
-    queues: the queues that make progress in every wait of this rank. iterations: over batches, made by data/loader.py.
+    queues: the queues that make progress in every wait of this rank. iterations: the running iterations over batches;
+    data/loader.py makes it on first use.
     join_observers: called with the rank that joined last. replicas: the parameters and states that `join` makes equal.
     failure: the error of another rank, to be raised here (testing.threads; between processes the watcher has it).
     counters: of the steps of this rank, for monitors.

@@ -240,12 +240,12 @@ def _parser() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
     help_text = "save and restore, against raw files and torch"
     files = commands.add_parser("checkpoint", help=help_text, description=save_restore.__doc__, **text)
     files.add_argument("--tensors", type=int, default=64, help="of 1024 x 1024 float32 each; default %(default)s")
-    files.add_argument("--directory", help="of the files, which all ranks see; default: that of temporary files")
-    whole = commands.add_parser(
-        "start", help="whole jobs, and the parts of their start", description=job_start.__doc__, **text
+    files.add_argument("--directory", help="visible to all ranks; default: that of temporary files")
+    starts = commands.add_parser(
+        "start", help="complete jobs, and the parts of their start", description=job_start.__doc__, **text
     )
-    whole.add_argument("--ranks", type=int, default=2, help="default %(default)s")
-    whole.add_argument("--runs", type=int, default=10, help="jobs of each program; default %(default)s")
+    starts.add_argument("--ranks", type=int, default=2, help="default %(default)s")
+    starts.add_argument("--runs", type=int, default=10, help="jobs of each program; default %(default)s")
     for command in (allreduce, fused, step):
         command.add_argument("--arena", help="on, off, or on,off: with and without reductions in place, interleaved")
     for command in (allreduce, fused, overlap, step):

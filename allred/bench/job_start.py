@@ -1,8 +1,7 @@
-"""`bench start`: whole jobs, from the start of mpirun to its end, against a bare program of mpi4py with one barrier.
+"""`bench start`: the time of complete jobs, against programs of mpi4py with one barrier.
 
-Start it without mpirun: it starts the jobs, of all programs alternately. One of them also imports numpy. The parts are
-measured in rank 0. What they leave of the job's time is the time of mpirun, of the interpreter, and of the end of the
-ranks.
+It runs mpirun itself, with three programs in turn: mpi4py, mpi4py with numpy, and allred. Rank 0 measures the parts of
+allred's program. The rest of the job's time is mpirun, the start of the interpreter, and the exit.
 """
 
 import argparse
@@ -16,12 +15,12 @@ from allred.bench.output import rounded
 from allred.cluster import launcher
 from allred.errors import ConfigError
 
-_OTHERS = {
+_BASELINES = {
     "mpi4py": "from mpi4py import MPI; MPI.COMM_WORLD.Barrier()",
     "mpi4py and numpy": "import numpy; from mpi4py import MPI; MPI.COMM_WORLD.Barrier()",
 }
 
-_OURS = """
+_PROGRAM = """
 import json, time
 times = []
 def measured(part, call):
@@ -46,14 +45,14 @@ if allred.rank() == 0:
 def run(options: argparse.Namespace, command: str) -> None:
     """Measure and print. Raises ConfigError under mpirun, or if a job fails."""
     if launcher.name(os.environ):
-        raise ConfigError("start starts jobs itself: run it without mpirun")
+        raise ConfigError("bench start runs mpirun itself: call it without mpirun")
     ours: list[float] = []
-    others: dict[str, list[float]] = {name: [] for name in _OTHERS}
+    others: dict[str, list[float]] = {name: [] for name in _BASELINES}
     parts: dict[str, list[tuple[float, float]]] = {}
     for _ in range(options.runs):
-        for name, code in _OTHERS.items():
+        for name, code in _BASELINES.items():
             others[name].append(_job(options.ranks, code).seconds)
-        result = _job(options.ranks, _OURS)
+        result = _job(options.ranks, _PROGRAM)
         ours.append(result.seconds)
         for part, wall, cpu in json.loads(result.out.splitlines()[-1]):
             parts.setdefault(part, []).append((wall, cpu))
@@ -61,7 +60,7 @@ def run(options: argparse.Namespace, command: str) -> None:
         {"part": part, "wall_ms": _ms(wall for wall, _ in found), "cpu_ms": _ms(cpu for _, cpu in found)}
         for part, found in parts.items()
     ]
-    wholes = [
+    job_records = [
         {
             "part": "job",
             "wall_ms": _ms(ours),
@@ -72,15 +71,15 @@ def run(options: argparse.Namespace, command: str) -> None:
         for name, theirs in others.items()
     ]
     if options.json:
-        for record in [*records, *wholes]:
+        for record in [*records, *job_records]:
             print(json.dumps({"bench": "start", "ranks": options.ranks, "runs": options.runs, **record}), flush=True)
         return
     print(f"start of {options.ranks} ranks, medians of {options.runs} jobs; {command}")
     for record in records:
         print(f"  {record['part']:16}{record['wall_ms']:>8} ms wall {record['cpu_ms']:>8} ms CPU")
-    for whole in wholes:
-        against = f"{whole['against']} {whole['against_wall_ms']} ms, ratio {whole['ratio']}"
-        print(f"  {'job':16}{whole['wall_ms']:>8} ms wall; {against}")
+    for record in job_records:
+        against = f"{record['against']} {record['against_wall_ms']} ms, ratio {record['ratio']}"
+        print(f"  {'job':16}{record['wall_ms']:>8} ms wall; {against}")
 
 
 def _job(ranks: int, code: str) -> testing.Result:

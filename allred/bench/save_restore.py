@@ -1,6 +1,6 @@
 """`bench checkpoint`: `opt.save` and `opt.restore` of mode sync, with SGD and momentum, against the raw files.
 
-raw write    rank 0 writes as many bytes to a new file, syncs it to disk, and replaces the last one by it
+raw write    rank 0 writes the same number of bytes to a new file, syncs it, and renames it over the previous file
 raw read     each rank reads a file of that size into new arrays of 4 MiB
 torch.save, torch.load    of the same arrays, on rank 0 and on each rank, with the sync; where torch is installed
 
@@ -109,7 +109,7 @@ def _torch_load(path: pathlib.Path) -> object:
 
 
 def _write(path: pathlib.Path, write: Callable[[Any], object]) -> None:
-    """Write a file, sync it to disk, and replace an earlier one by it."""
+    """Write a file, sync it to disk, and rename it over the previous one."""
     new = path.with_suffix(".new")
     with open(new, "wb") as file:
         write(file)

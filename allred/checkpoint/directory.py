@@ -33,7 +33,7 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from allred import log
-from allred.checkpoint.files import MANIFEST, check_length, file_errors, read_manifest
+from allred.checkpoint.files import MANIFEST, Manifest, check_length, file_errors, read_manifest
 from allred.errors import CheckpointError, InputError
 
 _COMMITTED = re.compile(r"step-(\d{8,})(\.replaced)?", re.ASCII)
@@ -173,13 +173,20 @@ def damage(path: pathlib.Path) -> str:
     """
     try:
         manifest = read_manifest(path)
-        if (match := _COMMITTED.fullmatch(path.name)) and int(match[1]) != manifest.step:
-            return f"checkpoint: {path} holds step {manifest.step}; give it its own name, or move it elsewhere"
+        check_name(path, manifest)
         for shard in manifest.shards:
             check_length("checkpoint", path, shard)
     except CheckpointError as error:
         return str(error)
     return ""
+
+
+def check_name(path: pathlib.Path, manifest: Manifest) -> None:
+    """Raise CheckpointError if the name of the directory has another step than the manifest."""
+    if (match := _COMMITTED.fullmatch(path.name)) and int(match[1]) != manifest.step:
+        raise CheckpointError(
+            f"checkpoint: {path} holds step {manifest.step}; give it its own name, or move it elsewhere"
+        )
 
 
 def _is_complete(path: pathlib.Path) -> bool:

@@ -175,25 +175,25 @@ def _check_checksum(who: str, path: pathlib.Path, shard: ShardInfo, checksum: in
         )
 
 
-def read_shard(who: str, directory: pathlib.Path, shard: ShardInfo, place: Callable[[Entry], Array]) -> None:
-    """Read the tensors of a shard, and compute the checksum of its bytes meanwhile. Raises CheckpointError as
-    `check_bytes`; then the arrays have undefined values.
+def read_shard(who: str, directory: pathlib.Path, shard: ShardInfo, destination: Callable[[Entry], Array]) -> None:
+    """Read the tensors of a shard, and verify its length and checksum in the same pass. After a CheckpointError the
+    arrays have undefined values.
 
-    place: returns the array for an entry: contiguous, of its dtype and stored shape, writable.
+    destination: returns the array to fill for an entry: contiguous, of the entry's dtype and stored shape, writable.
     """
     path = directory / shard.file
     check_length(who, directory, shard)
     if any(entry.dtype == "bfloat16" for entry in shard.entries):
         _register_bfloat16(who, path)
     entries = {entry.key: entry for entry in shard.entries}
-    kinds = {key: f"{entry.dtype} {entry.stored_shape}" for key, entry in entries.items()}
+    expected = {key: f"{entry.dtype} {entry.stored_shape}" for key, entry in entries.items()}
     with file_errors(f"{who}: reading", path), open(path, "rb", buffering=0) as file:
         reader = tensor_file.Reader(file)
-        problem = reader.read(kinds, lambda key: place(entries[key]))
+        problem = reader.read(expected, lambda key: destination(entries[key]))
         reader.read_rest()
     _check_checksum(who, path, shard, reader.checksum)
-    if problem:  # the manifest was changed together with its checksum
-        raise CheckpointError(f"{who}: {path} does not have the tensors of its manifest: {problem}")
+    if problem:  # the file is undamaged, so the manifest was changed together with its checksum
+        raise CheckpointError(f"{who}: {path} differs from its manifest: {problem}")
 
 
 def _register_bfloat16(who: str, path: pathlib.Path) -> None:

@@ -1,6 +1,6 @@
 """Reading a checkpoint: its pieces are read into whole tensors, and all bytes are verified meanwhile.
 
-Needs memory for the tensors, and a quarter of a MiB.
+Needs memory for the tensors only.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from allred.arrays import Array
-from allred.checkpoint.directory import damage, list_committed
+from allred.checkpoint.directory import check_name, list_committed
 from allred.checkpoint.entry import Entry, check_cover
 from allred.checkpoint.files import MANIFEST, Manifest, MissingPackageError, check_bytes, read_manifest, read_shard
 from allred.errors import CheckpointError
@@ -36,37 +36,38 @@ class SavedTensors:
 def read_checkpoint(path: str | os.PathLike[str]) -> SavedTensors:
     """Read a checkpoint with any number of shards.
 
-    Raises CheckpointError: a file is missing, damaged or of an unknown version; names the file, and another checkpoint
-    in the same root that is complete. Or it holds bfloat16, and ml_dtypes is not installed.
+    Raises CheckpointError: a file is missing, damaged or of an unknown version; the message names the file and another
+    checkpoint in the same root that is undamaged. Or the checkpoint holds bfloat16, and ml_dtypes is not installed.
     """
     directory = pathlib.Path(path)
     try:
-        return _read(directory)
+        return _read(directory, read_manifest(directory))
+    except MissingPackageError:
+        raise
     except CheckpointError as error:
         raise CheckpointError(f"{error}; {_alternative(directory)}") from error
 
 
-def _read(directory: pathlib.Path) -> SavedTensors:
-    manifest = read_manifest(directory)
+def _read(directory: pathlib.Path, manifest: Manifest) -> SavedTensors:
     _check_cover(manifest)
     tensors: dict[tuple[str, str], Array] = {}
 
-    def place(entry: Entry) -> Array:
+    def destination(entry: Entry) -> Array:
         if (key := (entry.name, entry.slot)) not in tensors:
             tensors[key] = np.empty(entry.shape, entry.dtype)
         return tensors[key] if entry.is_whole else tensors[key].reshape(-1)[entry.start : entry.stop]
 
     for shard in manifest.shards:
-        read_shard("checkpoint", directory, shard, place)
-    return _sorted(manifest, tensors)
+        read_shard("checkpoint", directory, shard, destination)
+    return _saved_tensors(manifest, tensors)
 
 
 def read_newest(root: str | os.PathLike[str]) -> tuple[tuple[pathlib.Path, SavedTensors] | None, list[str]]:
     """Read the newest undamaged checkpoint in `root`.
 
-    Returns (path, content), or None if there is none; and the damage of each later checkpoint, one line each.
-    Raises CheckpointError: `root` cannot be listed, or is a checkpoint itself; or it holds bfloat16, and ml_dtypes is
-    not installed.
+    Returns (path, content), or None if there is none; and one line for each newer checkpoint, which is damaged.
+    Raises CheckpointError: `root` cannot be listed, or is a checkpoint itself; or the checkpoint holds bfloat16, and
+    ml_dtypes is not installed.
     """
     damaged: list[str] = []
     for path in newest_first(root):
@@ -80,15 +81,15 @@ def read_newest(root: str | os.PathLike[str]) -> tuple[tuple[pathlib.Path, Saved
 
 
 def read_committed(path: pathlib.Path) -> SavedTensors:
-    """As `read_checkpoint`, for one of `newest_first`; the error does not name another one."""
-    if problem := damage(path):
-        raise CheckpointError(problem)
-    return _read(path)
+    """Read a checkpoint that `newest_first` returned. Unlike `read_checkpoint`, the error names no other checkpoint."""
+    manifest = read_manifest(path)
+    check_name(path, manifest)
+    return _read(path, manifest)
 
 
 def newest_first(root: str | os.PathLike[str]) -> list[pathlib.Path]:
-    """Return the committed checkpoints in `root`. Raises CheckpointError: `root` cannot be listed, or is a checkpoint
-    itself."""
+    """Return the committed checkpoints in `root`, the newest first; some may be damaged. Raises CheckpointError: `root`
+    cannot be listed, or is a checkpoint itself."""
     if (pathlib.Path(root) / MANIFEST).exists():
         raise CheckpointError(
             f"{root} is a checkpoint, not a directory of checkpoints; pass {pathlib.Path(root).parent}"
@@ -122,7 +123,7 @@ def _check_cover(manifest: Manifest) -> None:
     check_cover("checkpoint", ((shard.file, entry) for shard in manifest.shards for entry in shard.entries))
 
 
-def _sorted(manifest: Manifest, tensors: dict[tuple[str, str], Array]) -> SavedTensors:
+def _saved_tensors(manifest: Manifest, tensors: dict[tuple[str, str], Array]) -> SavedTensors:
     content = SavedTensors(manifest.step, {}, {}, {}, manifest.meta)
     for entry in (entry for shard in manifest.shards for entry in shard.entries):
         tensor = tensors[entry.name, entry.slot]

@@ -17,8 +17,9 @@ import numpy as np
 from allred import arrays, native
 from allred.arrays import Array
 
-_PIECE_BYTES = 1 << 18  # they stay in the cache for the checksum
-_ALIGNMENT = 8  # of the data
+_CHUNK_BYTES = 1 << 18  # a chunk stays in the cache of the CPU until its checksum is computed
+_LARGEST_HEADER = 100_000_000  # as safetensors has it
+_ALIGNMENT = 8  # the data begins at a multiple of it
 _DTYPES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32",
     "uint64": "U64", "int64": "I64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
@@ -41,7 +42,7 @@ def write(file: BinaryIO, tensors: Mapping[str, Array]) -> int:
     parts = [memoryview(len(text).to_bytes(8, "little") + text), *(_bytes_of(array) for _, array in ordered)]
     for left in parts:
         while len(left):
-            count = file.write(left[:_PIECE_BYTES])
+            count = file.write(left[:_CHUNK_BYTES])
             checksum = native.crc32(left[:count], checksum)
             left = left[count:]
     return checksum
@@ -58,47 +59,49 @@ class Reader:
         self._file, self._nbytes = file, os.fstat(file.fileno()).st_size
         self.checksum = 0
 
-    def read(self, kinds: Mapping[str, str], place: Callable[[str], Array]) -> str:
+    def read(self, expected: Mapping[str, str], destination: Callable[[str], Array]) -> str:
         """Read all tensors. Return how the file differs from what is expected; "" if it does not.
 
-        kinds: dtype and shape of each expected tensor by its key, such as "float32 (2, 3)". place: returns the array to
+        expected: dtype and shape of each tensor by its key, such as "float32 (2, 3)". destination: returns the array to
         fill for a key: contiguous and writable.
         """
-        length = int.from_bytes(self._next(8), "little")
+        length = np.zeros(1, "<u8")
+        if not self._fill(length) or int(length[0]) > min(self._nbytes, _LARGEST_HEADER):
+            return f"its header has {length[0]} bytes"
+        text = np.empty(int(length[0]), np.uint8)
+        if not self._fill(text):
+            return "its header is too short"
         try:
-            header = json.loads(self._next(length))
+            header = json.loads(text.tobytes())
             header.pop("__metadata__", None)
-            stored = sorted((*_range(info), key, _kind(info)) for key, info in header.items())
+            stored = sorted((*_range(info), key, _described(info)) for key, info in header.items())
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             return f"its header cannot be read: {type(error).__name__}: {error}"
-        if header.keys() != kinds.keys():
-            return f"{sorted(header.keys() ^ kinds.keys())[0]} is only in one of them"
+        for key in sorted(expected.keys() - header.keys()):
+            return f"the file does not have tensor {key}"
+        for key in sorted(header.keys() - expected.keys()):
+            return f"tensor {key} of the file is not expected"
         position = 0
-        for start, stop, key, kind in stored:
-            if kind != kinds[key]:
-                return f"{key} is {kind} in it, but {kinds[key]} in the manifest"
-            array = place(key)
+        for start, stop, key, found in stored:
+            if found != expected[key]:
+                return f"tensor {key} of the file is {found}, expected {expected[key]}"
+            array = destination(key)
             if (start, stop) != (position, position + array.nbytes) or not self._fill(array):
-                return f"{key} is at bytes {start} to {stop}, expected {position} to {position + array.nbytes}"
+                return f"tensor {key} is at bytes {start} to {stop}, expected {position} to {position + array.nbytes}"
             position = stop
         return ""
 
     def read_rest(self) -> None:
         """Read to the end of the file, for the checksum."""
-        while self._next(_PIECE_BYTES):
+        buffer = np.empty(_CHUNK_BYTES, np.uint8)
+        while self._fill(buffer):
             pass
-
-    def _next(self, count: int) -> bytes:
-        """Return the next `count` bytes; fewer at the end of the file."""
-        found = self._file.read(min(count, self._nbytes))
-        self.checksum = native.crc32(found, self.checksum)
-        return found
 
     def _fill(self, array: Array) -> bool:
         """Read into an array. Return whether the file had enough bytes."""
         left = _bytes_of(array)
         while len(left):
-            count = self._file.readinto(left[:_PIECE_BYTES])  # type: ignore[attr-defined]
+            count = self._file.readinto(left[:_CHUNK_BYTES])  # type: ignore[attr-defined]
             if not count:
                 return False
             self.checksum = native.crc32(left[:count], self.checksum)
@@ -111,5 +114,5 @@ def _range(info: Mapping[str, Any]) -> tuple[int, int]:
     return int(start), int(stop)
 
 
-def _kind(info: Mapping[str, Any]) -> str:
+def _described(info: Mapping[str, Any]) -> str:
     return f"{_NAMES.get(info['dtype'], info['dtype'])} {tuple(info['shape'])}"

@@ -13,6 +13,7 @@ wrong weights of gradients would go unnoticed.
 """
 
 import dataclasses
+import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -95,14 +96,16 @@ class Iterations:
 
 
 _without_world = Iterations()
+_creating = threading.Lock()
 
 
 def _iterations() -> Iterations:
     here = world.current_or_none()
     if here is None:
         return _without_world
-    if here.iterations is None:
-        here.iterations = Iterations()
+    with _creating:  # two threads may start their first iterations at once
+        if here.iterations is None:
+            here.iterations = Iterations()
     return here.iterations  # type: ignore[no-any-return]
 
 

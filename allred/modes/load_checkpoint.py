@@ -1,7 +1,8 @@
 """Restoring: chooses the newest undamaged checkpoint, reads it, and checks that it is of this model and optimizer.
 
-Rank 0 chooses the newest one. In mode sync each rank reads it if all see it in their file systems, and verifies the
-bytes that it reads. Otherwise rank 0 reads it, and the caller broadcasts. If rank 0 finds damage, it chooses the next.
+Rank 0 chooses the newest checkpoint. In mode sync each rank reads it if all see it in their file systems, and verifies
+the bytes that it reads. Otherwise rank 0 reads it, and the caller broadcasts. If rank 0 finds damage, it chooses the
+next older checkpoint. Errors of other ranks are raised on all ranks.
 """
 
 import os
@@ -69,11 +70,18 @@ def load_newest(
     return result if shared else functions.broadcast_object(result, functions.current().ranks[0])
 
 
-def _read_newest(
-    directory: str | os.PathLike[str], everywhere: bool
-) -> tuple[pathlib.Path, SavedTensors | None, AllredError | None, bool] | None:
-    """Read the newest checkpoint in which rank 0 finds no damage. Return its path, content, the error of this rank, and
-    whether all ranks have read it, else only rank 0; None if there is no checkpoint. Collective.
+class _Read(NamedTuple):
+    """path: of the checkpoint. content: None on a rank that has not read it. failure: why this rank could not read it.
+    everywhere: whether all ranks have tried to read it; else only rank 0."""
+
+    path: pathlib.Path
+    content: SavedTensors | None
+    failure: AllredError | None
+    everywhere: bool
+
+
+def _read_newest(directory: str | os.PathLike[str], everywhere: bool) -> _Read | None:
+    """Read the newest checkpoint in which rank 0 finds no damage. Return None if there is no checkpoint. Collective.
 
     Raises CheckpointError, the same on all ranks: none can be read.
     """
@@ -82,12 +90,12 @@ def _read_newest(
     damaged: dict[pathlib.Path, str] = {}
     while True:
         chosen = _choose(directory, damaged) if is_first else None
-        path, mark, failure = functions.broadcast_object(chosen, first)
+        path, manifest_crc, failure = functions.broadcast_object(chosen, first)
         if failure is not None:
             raise failure
         if path is None:
             return None
-        shared = everywhere and here.size > 1 and all(functions.allgather_object(_mark(path) == mark))
+        shared = everywhere and here.size > 1 and all(functions.allgather_object(_manifest_crc(path) == manifest_crc))
         content = None
         if is_first or shared:
             try:
@@ -100,21 +108,21 @@ def _read_newest(
         damaged[path] = str(failure)
     if is_first:
         for text in damaged.values():
-            log.warning(f"a later checkpoint is skipped: {text}")
-    return path, content, failure, shared
+            log.warning(f"a newer checkpoint, which is damaged, is skipped: {text}")
+    return _Read(path, content, failure, shared)
 
 
 def _choose(
     directory: str | os.PathLike[str], damaged: dict[pathlib.Path, str]
 ) -> tuple[pathlib.Path | None, int | None, AllredError | None]:
-    """Return the newest checkpoint that is not one of those that are damaged, and the mark of its manifest; and an
-    error, if it cannot be chosen. No path: there is no checkpoint."""
+    """Return (path, checksum of the manifest, error). path: the newest checkpoint that is not in `damaged`; None if
+    there is none, or with an error."""
     try:
         paths = [pathlib.Path(os.path.abspath(path)) for path in checkpoint.newest_first(directory)]
     except AllredError as error:
         return None, None, error
     if path := next((path for path in paths if path not in damaged), None):
-        return path, _mark(path), None
+        return path, _manifest_crc(path), None
     if not damaged:
         return None, None, None
     newest = next(iter(damaged.values()))
@@ -130,8 +138,8 @@ def _raise_first(failure: AllredError | None) -> None:
             raise failure if failure is not None and rank == functions.current().rank else found
 
 
-def _mark(path: pathlib.Path) -> int | None:
-    """Return a checksum of the manifest in a directory; None if there is none."""
+def _manifest_crc(path: pathlib.Path) -> int | None:
+    """Return the checksum of the manifest in a directory; None if there is none."""
     try:
         return zlib.crc32((path / checkpoint.MANIFEST).read_bytes())
     except OSError:

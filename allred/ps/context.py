@@ -70,7 +70,7 @@ def current() -> Context:
 
 def leave() -> bool:
     """End mode ps in this process. A worker tells the servers that it makes no more requests; a forked process does
-    not. Return whether the servers end then."""
+    not. Return whether the programs of the servers end when all workers have left."""
     here = current()
     if os.getpid() != here.process:
         return False

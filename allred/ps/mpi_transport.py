@@ -6,7 +6,8 @@ module, so after an interrupted step MPI never writes into a user's array.
 Cells are sent with Issend, which completes only when the receiver has matched the message. So at most _DEPTH cells of a
 sender are unexpected messages, even while the receiver serves other workers. Isend completes as soon as TCP has taken
 the bytes, and limits nothing: libfabric's tcp provider stops reading a connection after 64 unexpected messages
-(FI_TCP_MAX_SAVED), and MPICH then hangs if data flows in both directions.
+(FI_TCP_MAX_SAVED), and MPICH then hangs if data flows in both directions. An object has at most 33 parts of 256 MiB or
+less, unless it has larger arrays.
 """
 
 import pickle
@@ -33,7 +34,7 @@ _LEAVE_S = 2.0  # time limit for the message of a worker that leaves
 _DEATHS = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING} - {MPI.ERR_UNKNOWN}
 LOST = (ConnectionResetError, MPI.Exception)  # errors of a dead peer, for both transports
 _PART_BYTES = 2**28  # of a large object, so that counts stay below 2**31
-_INLINE_BYTES = 2**16  # larger arrays are parts of their own
+_UNCOPIED_BYTES, _UNCOPIED = 2**20, 32  # arrays from this size are sent without copies; at most this number
 
 
 def _complete(request: Any, lost: bool = False) -> bool:
@@ -85,16 +86,17 @@ class MpiTransport:
         self._sending: deque[tuple[Any, Any]] = deque()  # requests, and their data
 
     def send(self, to: int, tag: int, value: Any, copies: bool = True) -> None:
-        """Send an object. copies: else its large arrays are not copied, and must not change until it has arrived."""
+        """Send an object. copies: whether its large arrays are copied. If not, they must not change until the receiver
+        has them."""
         buffers: list[Any] = []
 
-        def is_in_pickle(buffer: pickle.PickleBuffer) -> bool:
-            if copies or (raw := buffer.raw()).nbytes < _INLINE_BYTES:
+        def is_copied(buffer: pickle.PickleBuffer) -> bool:
+            if copies or len(buffers) == _UNCOPIED or (raw := buffer.raw()).nbytes < _UNCOPIED_BYTES:
                 return True
             buffers.append(raw)
             return False
 
-        pickled = pickle.dumps(value, pickle.HIGHEST_PROTOCOL, buffer_callback=is_in_pickle)
+        pickled = pickle.dumps(value, pickle.HIGHEST_PROTOCOL, buffer_callback=is_copied)
         self.send_parts(to, tag, [pickled, *buffers])
 
     def send_parts(self, to: int, tag: int, parts: Sequence[Any]) -> None:

@@ -182,7 +182,7 @@ class Client:
 
     def _exchange(self, requests: Sequence[protocol.ControlRequest]) -> Steps[list[Any]]:
         for server, request in enumerate(requests):
-            self._transport.send(server, CALL, request, copies=False)  # this worker waits for the reply
+            self._transport.send(server, CALL, request, copies=False)  # the arrays do not change before the reply
         replies = []
         for server, request in enumerate(requests):
             replies.append((yield from self._transport.receive(server, REPLY, waits_for_peers=request.late)))

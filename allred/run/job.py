@@ -233,7 +233,7 @@ def _reap(kept: int) -> None:
 
 def descendants() -> list[int]:
     """Return the ids of all processes that descend from this one."""
-    children, found = process_state.children(), []
+    children, found = process_state.children(with_zombies=True), []
     todo = [os.getpid()]
     while todo:
         new = children.get(todo.pop(), [])

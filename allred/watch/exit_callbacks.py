@@ -22,9 +22,10 @@ Callback = Callable[[BaseException | None], None]
 _callbacks: list[tuple[int, Callback]] = []  # with the process that registered it: a forked process does not run it
 
 
-def register(callback: Callback) -> None:
-    """Register a callback. No effect outside the main thread: the loop of another thread may run on at the end."""
-    if threading.current_thread() is threading.main_thread():
+def register(callback: Callback, any_thread: bool = False) -> None:
+    """Register a callback. No effect outside the main thread without `any_thread`: the loop of another thread may run
+    on at the end."""
+    if any_thread or threading.current_thread() is threading.main_thread():
         _callbacks.append((os.getpid(), callback))
         atexit.unregister(_at_exit)  # atexit runs in reverse order, so these run before the functions of init()
         atexit.register(_at_exit)

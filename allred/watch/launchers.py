@@ -46,8 +46,9 @@ class Launchers:
     def end_childless(self) -> None:
         """Wait until the launchers have ended; after FAILED_JOB_S end those that run, and have no child process."""
         self._wait(FAILED_JOB_S)
+        children = process_state.children()
         for pid in list(self._pidfds):
-            if pid in process_state.children() or process_state.halted(pid):
+            if pid in children or process_state.halted(pid):
                 os.close(self._pidfds.pop(pid))
         self.end()
 

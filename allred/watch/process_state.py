@@ -89,12 +89,12 @@ def launcher_ancestors(pid: int) -> list[int]:
     return found
 
 
-def children() -> dict[int, list[int]]:
-    """Return the pids of all processes that have not ended, by the pid of the parent."""
+def children(with_zombies: bool = False) -> dict[int, list[int]]:
+    """Return {pid of a process: pids of its children}. A zombie may still have threads that run."""
     found: dict[int, list[int]] = {}
     for pid in [int(name) for name in os.listdir("/proc") if name.isdecimal()]:
         state, parent, *_ = _status(pid)
-        if state not in _ENDED:
+        if state not in _ENDED or (with_zombies and state == "Z"):
             found.setdefault(int(parent), []).append(pid)
     return found
 

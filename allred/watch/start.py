@@ -20,31 +20,32 @@ from allred.watch import job_monitor, runner_link
 from allred.watch.watcher_client import WatcherClient
 
 _MODULE = "allred.watch.process"
-_launched: detached.Process | None = None
+_spawned: detached.Process | None = None
 
 
-def launch(settings: dict[str, Any] | str) -> None:
-    """Launch the process of this node's watcher before MPI starts: it imports its modules while MPI does.
+def spawn_early(settings: dict[str, Any] | str) -> None:
+    """Spawn the process of this node's watcher before MPI starts: it imports its modules while MPI starts.
 
-    Only the first rank of a host does, and only if the job may have several ranks. `start` uses the process if it can.
-    settings: those of this rank, or a problem.
+    Does nothing unless this process is the first of its host, and the job may have several ranks. `start` uses the
+    process if this node needs a watcher. settings: those of this rank, or a problem.
     """
-    global _launched
+    global _spawned
     is_wanted = isinstance(settings, dict) and settings.get("watcher", Config.watcher)
     if is_wanted and launcher_variables.local_rank(os.environ) == 0 and launched_size(os.environ) != 1:
         with contextlib.suppress(OSError):  # `start` tries again, and reports it
-            _launched = detached.launch(_MODULE)
+            _spawned = detached.spawn(_MODULE)
 
 
-def discard() -> None:
-    """End the launched process if no watcher was started in it."""
-    if (process := _take_launched()) is not None:
-        process.communicate("")
+def discard_spawned() -> None:
+    """End the process of `spawn_early` if no watcher was started in it."""
+    if (process := _take_spawned()) is not None:
+        process.kill()
+        process.communicate()
 
 
-def _take_launched() -> detached.Process | None:
-    global _launched
-    process, _launched = _launched, None
+def _take_spawned() -> detached.Process | None:
+    global _spawned
+    process, _spawned = _spawned, None
     return process
 
 
@@ -65,7 +66,7 @@ def start(
     expendable = expendable if config.worker_failure == "go_on" else ()
     hosts = communicator.allgather_object(socket.gethostname()).wait() if reach == "network" else []
     address = own_address(hosts) if reach == "network" and shape.rank == 0 else "127.0.0.1" if reach else ""
-    mine = _spawn(shape, config, address, expendable, launcher) if shape.local_rank == 0 else None
+    mine = _start_watcher(shape, config, address, expendable, launcher) if shape.local_rank == 0 else None
     found = communicator.allgather_object(mine).wait()
     here = found[shape.leader]
     problem = here["problem"]
@@ -95,7 +96,7 @@ def start(
         )
 
 
-def _spawn(shape: Topology, config: Config, address: str, expendable: tuple[int, ...], launcher: bool) -> Any:
+def _start_watcher(shape: Topology, config: Config, address: str, expendable: tuple[int, ...], launcher: bool) -> Any:
     """Start the watcher of this node. Return its name, port, address and token; and a problem, or ""."""
     token = secrets.token_hex(16)
     settings = {
@@ -105,7 +106,7 @@ def _spawn(shape: Topology, config: Config, address: str, expendable: tuple[int,
         "about": job_monitor.describe(_job_name(config), " ".join(sys.argv), config.mode, config.starts),
     }  # fmt: skip
     here = {"token": token, "host": socket.gethostname(), "address": address, "name": "", "port": 0}
-    return here | detached.start(_MODULE, settings, launched=_take_launched())
+    return here | detached.start(_MODULE, settings, process=_take_spawned())
 
 
 def _serve_metrics(job: str, address: str) -> str:

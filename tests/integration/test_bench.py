@@ -186,7 +186,7 @@ def test_the_start_of_jobs():
     assert (table.code, table.out.count("ms wall")) == (0, 6), table.text
     result = mpirun(2, "-m", "allred", "bench", "start")
     assert result.code == 2, result.text
-    assert "start starts jobs itself: run it without mpirun" in result.err
+    assert "bench start runs mpirun itself: call it without mpirun" in result.err
 
 
 def test_arenas_on_and_off():

@@ -792,7 +792,7 @@ def test_a_failure_just_after_a_collective_is_heard_of_too(mpi, repetition):
 
 
 @pytest.mark.parametrize("mpi", MPIS)
-def test_it_is_launched_before_mpi_starts(mpi, mark):
+def test_it_is_spawned_before_mpi_starts(mpi, mark):
     code = (
         "import subprocess, sys, allred\n"
         "class Noted(subprocess.Popen):\n"

@@ -361,7 +361,7 @@ def test_a_state_that_the_optimizer_refuses_is_an_error_on_all_ranks(tmp_path):
 def test_each_rank_that_sees_the_checkpoint_reads_it(rank, sees, sharded, tmp_path, monkeypatch):
     """Else rank 0 reads it, and broadcasts. Whether a rank sees it is pretended: here all have one file system."""
     if sees == "first" and rank:
-        monkeypatch.setattr(load_checkpoint, "_mark", lambda path: None)
+        monkeypatch.setattr(load_checkpoint, "_manifest_crc", lambda path: None)
     reads, read = [], checkpoint.read_committed
     monkeypatch.setattr(checkpoint, "read_committed", lambda path: reads.append(path) or read(path))
 

@@ -1,4 +1,4 @@
-"""Background processes that are launched before they are needed, and end if they are not."""
+"""Background processes that are spawned before they are needed, and end if they are not."""
 
 import subprocess
 import sys
@@ -12,31 +12,31 @@ MODULE = "allred.watch.process"
 
 
 @pytest.fixture(autouse=True)
-def first_of_two(monkeypatch):
+def as_local_rank_0_of_2(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "0")
     yield
-    start.discard()
+    start.discard_spawned()
 
 
 def test_without_settings_it_ends():
-    launched = detached.launch(MODULE)
-    assert (*launched.communicate(""), launched.returncode) == ("", "", 0)
+    spawned = detached.spawn(MODULE)
+    assert (*spawned.communicate(""), spawned.returncode) == ("", "", 0)
 
 
 def test_it_ends_if_its_rank_is_killed():
-    code = f"from allred import detached; detached.launch({MODULE!r}); import os; os.kill(os.getpid(), 9)"
+    code = f"from allred import detached; detached.spawn({MODULE!r}); import os; os.kill(os.getpid(), 9)"
     rank = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, timeout=60, check=False)
     assert (rank.returncode, rank.stderr) == (-9, b"")  # stderr has ended: no process holds it
 
 
-def test_a_service_starts_in_the_launched_process():
-    launched = detached.launch(MODULE)
-    pid = launched.pid
-    answer = detached.start("allred.no_such_module", {"wrong": "settings"}, launched=launched)
-    assert "KeyError: 'chief'" in answer["problem"]
-    assert launched.returncode == 1
-    assert launched.pid == pid
+def test_a_process_that_fails_is_replaced():
+    spawned = detached.spawn(MODULE)
+    answer = detached.start("allred.no_such_module", {"wrong": "settings"}, process=spawned)
+    assert (spawned.returncode, answer["problem"]) == (
+        1,
+        "ModuleNotFoundError: No module named 'allred.no_such_module'",
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,22 +49,22 @@ def test_a_service_starts_in_the_launched_process():
         ({}, {"OMPI_COMM_WORLD_SIZE": "1"}),
     ],
 )
-def test_ranks_that_start_no_watcher_launch_none(monkeypatch, settings, variables):
+def test_ranks_that_start_no_watcher_spawn_none(monkeypatch, settings, variables):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    start.launch(settings)
-    assert start._take_launched() is None
+    start.spawn_early(settings)
+    assert start._take_spawned() is None
 
 
 def test_a_watcher_that_is_not_started_ends():
-    start.launch({})
-    launched = start._launched
-    start.discard()
-    assert launched.returncode == 0
+    start.spawn_early({})
+    spawned = start._spawned
+    start.discard_spawned()
+    assert spawned.returncode == -9
 
 
-def test_a_launched_process_that_was_killed_is_not_used():
-    launched = detached.launch(MODULE)
-    launched.kill()
-    launched.wait()
-    assert "KeyError" in detached.start(MODULE, {"wrong": "settings"}, launched=launched)["problem"]
+def test_a_spawned_process_that_was_killed_is_not_used():
+    spawned = detached.spawn(MODULE)
+    spawned.kill()
+    spawned.wait()
+    assert "KeyError" in detached.start(MODULE, {"wrong": "settings"}, process=spawned)["problem"]

@@ -238,7 +238,7 @@ def test_public_names_are_listed_and_documented():
 
 
 @pytest.mark.parametrize("name", allred._PACKAGES)
-def test_packages_need_no_import_of_their_own(name):
+def test_packages_are_attributes_of_allred(name):
     code = f"import allred; print(allred.{name}.__name__)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == f"allred.{name}\n"

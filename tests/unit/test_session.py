@@ -972,7 +972,7 @@ def test_damaged_checkpoints_are_named(world, tmp_path, capfd, damage):
     with Session(tmp_path) as session:
         train(session, [])
     assert session.step == int(older.name[5:])
-    assert f"a later checkpoint is skipped: checkpoint: {shard}" in capfd.readouterr().err
+    assert f"a newer checkpoint, which is damaged, is skipped: checkpoint: {shard}" in capfd.readouterr().err
     for shard in tmp_path.glob("*/shard-*"):
         shard.write_bytes(b"")
     with (

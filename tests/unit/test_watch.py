@@ -494,6 +494,7 @@ def test_children_without_processes_that_have_ended(monkeypatch):
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         assert os.getpid() not in process_state.children()
+        assert process_state.children(with_zombies=True)[os.getpid()] == [child.pid]
         ended.kill()
 
 

@@ -302,8 +302,8 @@ def updates_of(optimizer: Any) -> Updates:
         record = _known[id(optimizer)] = Updates(optimizer)
         count = _count(optimizer)
         if count is not None and hasattr(type(optimizer), "__weakref__"):
-            if not _unused:
-                exit_callbacks.register(_warn_unused)
+            exit_callbacks.unregister(_warn_unused)
+            exit_callbacks.register(_warn_unused, any_thread=True)
             _unused[id(optimizer)] = weakref.ref(optimizer), count
     return record
 
