@@ -260,8 +260,8 @@ def parse_bytes(value: int | str) -> int:
 
 
 def settle(found: list[dict[str, Any] | str]) -> Config:
-    """Settings of the job, the same on every rank; of those that may differ, the chief's. Ranks take settings that they
-    did not set from the chief.
+    """Return the settings of the job, the same on every rank. A setting that may differ between ranks, or that a rank
+    did not set, has the chief's value.
 
     found: explicit settings of each rank in rank order, or the error text if they are invalid.
 

@@ -31,7 +31,7 @@ static void end(void) {
   const ssize_t length = read(alarm_state.rendezvous_fd, text, sizeof text);
   if (length > 1) dprintf(STDERR_FILENO, "allred: %.*s", (int)length, text);
   if (length <= 0 && alarm_state.status)
-    dprintf(STDERR_FILENO, "allred: %s ends: the process at which the tasks have met is gone\n", alarm_state.who);
+    dprintf(STDERR_FILENO, "allred: %s ends: the rendezvous process of the job has ended\n", alarm_state.who);
   _exit(alarm_state.status);
 }
 
@@ -53,7 +53,7 @@ static void *wait_and_warn(void *unused) {
       return NULL;
     }
     dprintf(STDERR_FILENO, "allred: %s has waited for %g s %s%s\n", alarm_state.who, until_s, alarm_state.what,
-            over ? "; that is the limit, and it ends" : "");
+            over ? "; time limit reached, it exits" : "");
     if (over) _exit(1);
     next_s *= AGAIN_FACTOR;
   }

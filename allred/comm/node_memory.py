@@ -49,7 +49,7 @@ def size_in_block(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
 
 
 def ranks_of_node(number: int, ranks: Sequence[int]) -> list[int]:
-    """Return those of `ranks`, numbers of workers, that are on the node of worker `number`."""
+    """Return the workers in `ranks` that are on the node of worker `number`."""
     sets = world.current().process_sets
     return [number] if sets is None else [rank for rank in ranks if sets.nodes[rank] == sets.nodes[number]]
 
@@ -71,7 +71,7 @@ def allocate(communicator: "Communicator", nbytes: int, title: str) -> NodeMemor
 
 
 def any_shared(values: Sequence[Any]) -> bool:
-    """Whether `is_shared` for one of the numpy arrays among the values."""
+    """Return whether `is_shared` for any numpy array in `values`."""
     return bool(_ranges) and any(type(value) is np.ndarray and is_shared(value) for value in values)
 
 

@@ -3,8 +3,8 @@
 A collective is a generator that yields whenever it has to wait and returns its result: `Steps`. The queue of a
 communicator runs operations strictly in the order in which they were started, because MPI matches collectives by order.
 A wait for one operation also runs the operations before it, and those of other communicators, because other ranks may
-be waiting there. With an engine that keeps the order itself (backend shm), operations are begun ahead: each runs up to
-its first wait, without a look at whether those before are complete. Nothing blocks in C for more than 20 ms, or a
+be waiting there. With backend shm, `start` runs each operation up to its first wait at once: the queue in C keeps the
+order. Nothing blocks in C for more than 20 ms, or a
 millisecond without progress: every wait is a loop with a time limit, so Ctrl-C works and a missing rank is an error.
 """
 

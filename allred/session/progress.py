@@ -30,7 +30,7 @@ _INTERVALS = 100  # the window consists of at most about this many intervals; th
 
 
 class _Interval(NamedTuple):
-    """Steps that are averaged as one."""
+    """An entry of the window over which the throughput is averaged."""
 
     seconds: float = 0.0
     steps: int = 0

@@ -69,7 +69,7 @@ def watch(parameter: torch.Tensor) -> list[Any]:
 
 
 def _mark_of(grad: torch.Tensor | None) -> str:
-    """Return the mark of a gradient. One that was set to zeros has none."""
+    """Return the mark of a gradient; "" if it has none, or all its elements are zero."""
     found: str = getattr(grad, _NAME, "")
     if found and grad is not None:
         values = grad.coalesce().values() if grad.is_sparse else grad

@@ -25,8 +25,8 @@ class Launchers:
         self._pidfds: dict[int, int] = {}  # by process id
 
     def record(self, pid: int) -> dict[str, int]:
-        """Record the launchers that are ancestors of a rank. pid: that of the rank. Return the pidfds of new ones by
-        name: they become readable when the launcher ends."""
+        """Open a pidfd for each launcher that is an ancestor of process `pid`. Return {name: pidfd} of the new ones. A
+        pidfd becomes readable when the launcher ends."""
         new = {}
         for launcher in process_state.launcher_ancestors(pid):
             if launcher not in self._pidfds:

@@ -27,7 +27,7 @@ from allred.watch.job_monitor import JobMonitor
 from allred.watch.job_state import JobState
 from allred.watch.launchers import Launchers
 from allred.watch.rank import HELLO_S, WatchedRank, owner
-from allred.watch.records import LARGEST, Event
+from allred.watch.records import LARGEST, Event, WatcherSettings
 from allred.watch.runner_link import RunnerLink
 
 PURPOSE = "watcher"  # of the channels between watchers
@@ -38,12 +38,9 @@ AFTER_DEATH_S = 0.5  # after a death: which death to report may be known a momen
 
 
 class Watcher:
-    """The watcher of one node. Keys of settings: token; ranks, their number on this node; size and nodes of the job;
-    warn_s; limit_s; expendable, ranks; chief, whether this is the chief's node; address of the chief's watcher for
-    other nodes, "" with one node; launcher, whether there is one; runner, the address of `allred run`, or "";
-    about, the job for monitors."""
+    """The watcher of one node."""
 
-    def __init__(self, settings: Event) -> None:
+    def __init__(self, settings: WatcherSettings) -> None:
         self._settings = settings
         self._selector = selectors.DefaultSelector()
         self._ranks: dict[int, WatchedRank] = {}
@@ -52,9 +49,9 @@ class Watcher:
         self._links_by_rank: dict[int, Channel] = {}  # of ranks of other nodes
         self._chief: Channel | None = None
         self._job: JobState | None = None
-        if settings["chief"]:
-            how = settings["expendable"], settings["launcher"]
-            self._job = JobState(settings["size"], settings["nodes"], settings["warn_s"], *how)
+        if settings.chief:
+            how = settings.expendable, settings.launcher
+            self._job = JobState(settings.size, settings.nodes, settings.warn_s, *how)
         self._gone: dict[int, Event] = {}  # expendable ranks that are gone, with the message
         self._has_verdict = False  # so the job ends
         self._give_up_at = time.monotonic() + FIRST_RANK_S
@@ -65,10 +62,10 @@ class Watcher:
         self._stderr = -1  # a descriptor of the job's stderr
         self._runner: RunnerLink | None = None
         self._monitor: JobMonitor | None = None
-        if settings["chief"]:
-            self._monitor = JobMonitor(self._selector, settings["about"], settings["size"], settings["nodes"])
-        if settings["chief"] and settings["runner"]:
-            self._runner = runner_link.connect(settings["runner"], settings["size"])
+        if settings.chief:
+            self._monitor = JobMonitor(self._selector, settings.about, settings.size, settings.nodes)
+        if settings.chief and settings.runner:
+            self._runner = runner_link.connect(settings.runner, settings.size)
             if self._runner is not None:
                 self._selector.register(self._runner.connection, selectors.EVENT_READ, self._receive_from_runner)
         unix = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -77,10 +74,10 @@ class Watcher:
         unix.listen(1024)
         self._selector.register(unix, selectors.EVENT_READ, lambda: self._accept_rank(unix))
         self.port, self._listener = 0, None
-        if settings["chief"] and settings["address"]:
-            tcp = socket.create_server((settings["address"], 0), family=_family(settings["address"]))
+        if settings.chief and settings.address:
+            tcp = socket.create_server((settings.address, 0), family=_family(settings.address))
             self.port = tcp.getsockname()[1]
-            self._listener = Listener(self._selector, tcp, PURPOSE, settings["token"], self._accept_watcher)
+            self._listener = Listener(self._selector, tcp, PURPOSE, settings.token, self._accept_watcher)
 
     @property
     def answer(self) -> Event:
@@ -110,9 +107,9 @@ class Watcher:
                 self._print("")
         if self._monitor is not None:
             self._monitor.close()
-        if self._settings["launcher"] and self._has_lost_host:
+        if self._settings.launcher and self._has_lost_host:
             self._launchers.end()
-        elif self._settings["launcher"] and self._settings["nodes"] == 1 and self._has_failed:
+        elif self._settings.launcher and self._settings.nodes == 1 and self._has_failed:
             self._launchers.end_childless()
 
     @property
@@ -126,7 +123,7 @@ class Watcher:
         if not all(rank.gone for rank in self._ranks.values()):
             return False
         is_past_death = now > self._last_death + AFTER_DEATH_S
-        if len(self._ranks) < self._settings["ranks"] and now <= self._give_up_at:
+        if len(self._ranks) < self._settings.ranks and now <= self._give_up_at:
             return bool(self._ranks) and is_past_death  # a rank that died in init() keeps the others from connecting
         return is_past_death or all(rank.left for rank in self._ranks.values())
 
@@ -143,14 +140,14 @@ class Watcher:
             connection.settimeout(HELLO_S)
             data, files, _, _ = socket.recv_fds(connection, LARGEST, 3)
             hello = json.loads(data)
-            if not hmac.compare_digest(hello["token"], self._settings["token"]):
+            if not hmac.compare_digest(hello["token"], self._settings.token):
                 raise ValueError
             rank = WatchedRank(connection, hello, *files)
         except (OSError, ValueError, KeyError, TypeError):
             connection.close()
             return
         self._ranks[rank.number] = rank
-        for name, pidfd in self._launchers.record(rank.pid).items() if self._settings["launcher"] else ():
+        for name, pidfd in self._launchers.record(rank.pid).items() if self._settings.launcher else ():
             self._selector.register(pidfd, selectors.EVENT_READ, functools.partial(self._launcher_ended, name, pidfd))
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._receive_event(rank))
         self._selector.register(rank.pidfd, selectors.EVENT_READ, lambda: self._handle_death(rank))
@@ -203,9 +200,9 @@ class Watcher:
             why = getattr(error, "strerror", None) or error
             where = f"at {address} port {port}"
             return self._continue_alone(f"cannot reach the watcher of the chief's node {where} ({why})")
-        self._chief.limit_resending(self._settings["limit_s"])
+        self._chief.limit_resending(self._settings.limit_s)
         self._selector.register(self._chief.connection, selectors.EVENT_READ, self._receive_from_chief)
-        self._heartbeats[self._chief] = Heartbeat(time.monotonic(), self._settings["limit_s"], chief["host"])
+        self._heartbeats[self._chief] = Heartbeat(time.monotonic(), self._settings.limit_s, chief["host"])
 
     def _receive_from_chief(self) -> None:
         assert self._chief is not None
@@ -238,8 +235,8 @@ class Watcher:
 
     def _continue_alone(self, why: str) -> None:
         """Continue for the ranks of this node. why: a predicate for the message; "" for no message."""
-        launcher = self._settings["launcher"]
-        self._chief, self._job = None, JobState(self._settings["size"], 1, self._settings["warn_s"], launcher=launcher)
+        launcher = self._settings.launcher
+        self._chief, self._job = None, JobState(self._settings.size, 1, self._settings.warn_s, launcher=launcher)
         here = [rank for rank in self._ranks.values() if not rank.dead]
         for rank in here:
             self._report({"event": "joined", "rank": rank.number, "host": rank.host})
@@ -257,9 +254,9 @@ class Watcher:
             here[0].send({"kind": "print", "text": text})
 
     def _accept_watcher(self, link: Channel, events: list[Event]) -> None:
-        link.limit_resending(self._settings["limit_s"])
+        link.limit_resending(self._settings.limit_s)
         self._links.append(link)
-        self._heartbeats[link] = Heartbeat(time.monotonic(), self._settings["limit_s"])
+        self._heartbeats[link] = Heartbeat(time.monotonic(), self._settings.limit_s)
         self._selector.register(link.connection, selectors.EVENT_READ, lambda: self._receive_from_watcher(link))
         self._handle_events(link, events)
 
@@ -376,7 +373,7 @@ class Watcher:
             self._report({"event": "counters", "number": message["number"], "ranks": ranks})
         elif message["kind"] == "kill":
             for each in living:
-                if each.left and not self._settings["launcher"]:
+                if each.left and not self._settings.launcher:
                     continue  # it ends by itself
                 with contextlib.suppress(ProcessLookupError):  # it has just died
                     signal.pidfd_send_signal(each.pidfd, signal.SIGKILL)
@@ -393,7 +390,7 @@ class Watcher:
         """Open the stderr of the job. At a death, because the launcher may end in a moment."""
         if self._stderr < 0:
             living = [rank.pid for rank in self._ranks.values() if not rank.dead]
-            launchers = [pid for rank in self._ranks.values() for pid in rank.launcher if self._settings["launcher"]]
+            launchers = [pid for rank in self._ranks.values() for pid in rank.launcher if self._settings.launcher]
             self._stderr = open_stderr(launchers, living)
             self._last_death = time.monotonic()
 
@@ -412,7 +409,7 @@ def _family(address: str) -> int:
 
 def main() -> None:
     """See detached.py."""
-    serve(Watcher)
+    serve(lambda settings: Watcher(WatcherSettings(**settings)))
 
 
 _NULL = os.makedev(1, 3)

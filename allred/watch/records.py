@@ -1,4 +1,5 @@
-"""The state of each rank and the messages to send next, shared by job_state.py, stalls.py and release.py."""
+"""The settings of a watcher. The state of each rank and the messages to send next, shared by job_state.py, stalls.py
+and release.py."""
 
 import dataclasses
 from collections.abc import Collection
@@ -8,6 +9,30 @@ TEXT_CHARS = 9000  # longest verdict: a character takes at most 12 bytes of JSON
 LARGEST = 2**17  # bytes of a message between a rank and its watcher; Linux takes no more than 208 KiB
 
 Event = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class WatcherSettings:
+    """The settings of the watcher of one node, which a rank sends to it.
+
+    token: proof of a rank. ranks: on this node. size, nodes: of the job. warn_s, limit_s: ALLRED_STALL_WARNING_S and
+    ALLRED_TIMEOUT_S. chief: whether this is the chief's node. address: where the chief's watcher listens for other
+    nodes; "" with one node. expendable: ranks whose end does not end the job. launcher: whether a launcher started the
+    ranks. runner: the address of `allred run`, or "". about: the job, for monitors.
+    """
+
+    token: str
+    ranks: int
+    size: int
+    nodes: int
+    warn_s: float
+    limit_s: float
+    chief: bool
+    address: str
+    expendable: Collection[int]
+    launcher: bool
+    runner: str
+    about: dict[str, Any]
 
 
 @dataclasses.dataclass

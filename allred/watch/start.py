@@ -1,6 +1,7 @@
 """Starts the watchers in init(), one on every node, and connects the ranks to them; the time limit of MPI_Init."""
 
 import contextlib
+import dataclasses
 import ipaddress
 import os
 import secrets
@@ -17,6 +18,7 @@ from allred.cluster.launcher import launched_size
 from allred.cluster.topology import Topology
 from allred.config import Config
 from allred.watch import job_monitor, runner_link
+from allred.watch.records import WatcherSettings
 from allred.watch.watcher_client import WatcherClient
 
 _MODULE = "allred.watch.process"
@@ -99,14 +101,14 @@ def start(
 def _start_watcher(shape: Topology, config: Config, address: str, expendable: tuple[int, ...], launcher: bool) -> Any:
     """Start the watcher of this node. Return its name, port, address and token; and a problem, or ""."""
     token = secrets.token_hex(16)
-    settings = {
-        "token": token, "ranks": shape.local_size, "size": shape.size, "nodes": shape.nodes,
-        "warn_s": config.stall_warning_s, "limit_s": config.timeout_s, "chief": shape.rank == 0, "address": address,
-        "expendable": expendable, "launcher": launcher, "runner": runner_link.address(),
-        "about": job_monitor.describe(_job_name(config), " ".join(sys.argv), config.mode, config.starts),
-    }  # fmt: skip
+    settings = WatcherSettings(
+        token=token, ranks=shape.local_size, size=shape.size, nodes=shape.nodes, warn_s=config.stall_warning_s,
+        limit_s=config.timeout_s, chief=shape.rank == 0, address=address, expendable=expendable, launcher=launcher,
+        runner=runner_link.address(),
+        about=job_monitor.describe(_job_name(config), " ".join(sys.argv), config.mode, config.starts),
+    )  # fmt: skip
     here = {"token": token, "host": socket.gethostname(), "address": address, "name": "", "port": 0}
-    return here | detached.start(_MODULE, settings, process=_take_spawned())
+    return here | detached.start(_MODULE, dataclasses.asdict(settings), process=_take_spawned())
 
 
 def _serve_metrics(job: str, address: str) -> str:

@@ -67,4 +67,4 @@ def test_a_spawned_process_that_was_killed_is_not_used():
     spawned = detached.spawn(MODULE)
     spawned.kill()
     spawned.wait()
-    assert "KeyError" in detached.start(MODULE, {"wrong": "settings"}, process=spawned)["problem"]
+    assert "WatcherSettings" in detached.start(MODULE, {"wrong": "settings"}, process=spawned)["problem"]

@@ -73,3 +73,13 @@ def test_references_of_a_text():
 def test_a_missing_name_is_found(reference):
     path, name = reference.split(":")
     assert not defines(file_of(path), name)
+
+
+def test_the_map_of_the_code_names_all_modules():
+    """The map in CONTRIBUTING.md, without modules named __init__ and the names of other libraries in packages/."""
+    blocks = re.findall(r"```\w*\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    named = set(re.findall(r"\w+\.py\b", max(blocks, key=len)))
+    own = {file.name for file in (ROOT / "allred").rglob("[!_]*.py") if "packages" not in file.parts}
+    others = {file.name for place in ("benchmarks", ".") for file in (ROOT / place).glob("*.py")}
+    assert own - named == set()
+    assert named - own - others == {"__init__.py", "__main__.py"}

@@ -538,7 +538,7 @@ def test_a_rank_that_has_just_died_does_not_keep_the_others_from_being_killed(la
     children[0].kill()
     children[0].wait()
     try:
-        watcher = types.SimpleNamespace(_ranks=ranks, _settings={"launcher": launcher})
+        watcher = types.SimpleNamespace(_ranks=ranks, _settings=types.SimpleNamespace(launcher=launcher))
         Watcher._deliver(watcher, None, {"kind": "kill"})
         assert children[2].wait(timeout=5) == -signal.SIGKILL
         if launcher:
@@ -571,7 +571,7 @@ def running_watcher(**settings):
         "runner": "",
         "about": ABOUT,
     }
-    watcher = Watcher({"chief": True, "address": "127.0.0.1", **of_job, **settings})
+    watcher = Watcher(records.WatcherSettings(**{"chief": True, "address": "127.0.0.1", **of_job, **settings}))
     thread = threading.Thread(target=watcher.run)
     thread.start()
     try:
@@ -755,7 +755,7 @@ def test_a_watcher_without_a_core_for_a_while_prints_a_death(where, monkeypatch)
         "runner": "",
         "about": ABOUT,
     }
-    watcher = Watcher({"token": "", "ranks": 1, "chief": True, "address": "", **of_job})
+    watcher = Watcher(records.WatcherSettings(token="", ranks=1, chief=True, address="", **of_job))
     ours, theirs = socket.socketpair()
     stderr, of_launcher = os.pipe()
     launcher = subprocess.Popen(["sleep", "60"], stderr=of_launcher)

@@ -85,12 +85,12 @@ class Backend(ABC):
 
     @property
     def in_place_bytes(self) -> int:
-        """Those of `sent_bytes` that were reduced in place, without a copy (allred/arena.py)."""
+        """Bytes of `sent_bytes` that were reduced in place, without a copy (allred/arena.py)."""
         return 0
 
     @property
     def outside(self) -> list[tuple[int, int]]:
-        """By rank: number and bytes of the arrays so far that were in the arena of this rank, but not in that rank's.
+        """For each rank: number and bytes of the arrays so far that were in the arena of this rank, but not in its own.
         [] without arenas."""
         return []
 
