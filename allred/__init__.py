@@ -5,6 +5,7 @@ has the same names for type checkers.
 """
 
 import importlib as _importlib
+import threading as _threading
 
 from allred.watch import exit as _exit_protocol
 
@@ -43,20 +44,27 @@ _NAMES_BY_MODULE = {
     "allred.world": "is_initialized",
 }
 _MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
-_PACKAGES = ("checkpoint", "client", "data", "errors", "optim", "ps", "session")
+_PACKAGES = ("checkpoint", "client", "config", "data", "errors", "optim", "ps", "session")
 
 __all__ = sorted([*_MODULES, "data", "optim"])
+
+# Threads that import parts of a package at once may see modules that are not complete. The wait is limited because a
+# thread that waits here may hold the lock of a module that the other one imports.
+_importing, _IMPORT_S = _threading.RLock(), 10.0
 
 _exit_protocol.before_init()
 
 
 def __getattr__(name: str) -> object:
-    if name in _MODULES:
-        value = getattr(_importlib.import_module(_MODULES[name]), name)
-    elif name in _PACKAGES:
-        value = _importlib.import_module(f"allred.{name}")
-    else:
+    if name not in _MODULES and name not in _PACKAGES:
         raise AttributeError(f"module 'allred' has no attribute {name!r}")
+    has_lock = _importing.acquire(timeout=_IMPORT_S)
+    try:
+        module = _importlib.import_module(_MODULES.get(name, f"allred.{name}"))
+    finally:
+        if has_lock:
+            _importing.release()
+    value = getattr(module, name) if name in _MODULES else module
     globals()[name] = value  # the next use finds it there
     return value
 

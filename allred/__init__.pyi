@@ -2,6 +2,7 @@
 
 from allred import checkpoint as checkpoint
 from allred import client as client
+from allred import config as config
 from allred import data as data
 from allred import errors as errors
 from allred import optim as optim

@@ -69,6 +69,8 @@ def _start(get_process: Callable[[], Process], settings: Any) -> dict[str, Any]:
                 process.kill()
                 raise
         return {"problem": "", **json.loads(out)}
+    except subprocess.TimeoutExpired:
+        return {"problem": f"it did not answer within {START_S:g} s"}
     except (OSError, subprocess.SubprocessError) as error:
         return {"problem": f"{type(error).__name__}: {error}"}
     except ValueError:

@@ -66,7 +66,7 @@ def _run(options: argparse.Namespace, command: str) -> None:
         os.environ["ALLRED_PROGRESS"] = options.progress
         allred.init(backend=options.backend, banner=False, check_steps=0)
     elif options.bench in ("step", "checkpoint"):
-        allred.init(backend=options.backend, banner=False, check_steps=0)
+        allred.init(mode="sync", backend=options.backend, banner=False, check_steps=0)
     elif options.bench == "ps":
         allred.init(mode="ps", num_ps=options.servers, banner=False)
     else:
@@ -282,6 +282,8 @@ def _check(options: argparse.Namespace) -> None:
     elif options.bench == "checkpoint":
         if options.tensors < 1:
             raise ValueError(f"--tensors must be at least 1, got {options.tensors}")
+        if options.directory and not os.path.isdir(options.directory):
+            raise ValueError(f"--directory {options.directory} is not a directory")
     elif options.bench == "start":
         if min(options.ranks, options.runs) < 1:
             raise ValueError(f"--ranks and --runs must be at least 1, got {options.ranks} and {options.runs}")

@@ -14,6 +14,7 @@ from allred import testing
 from allred.bench.output import rounded
 from allred.cluster import launcher
 from allred.errors import ConfigError
+from allred.wording import count
 
 _BASELINES = {
     "mpi4py": "from mpi4py import MPI; MPI.COMM_WORLD.Barrier()",
@@ -74,7 +75,7 @@ def run(options: argparse.Namespace, command: str) -> None:
         for record in [*records, *job_records]:
             print(json.dumps({"bench": "start", "ranks": options.ranks, "runs": options.runs, **record}), flush=True)
         return
-    print(f"start of {options.ranks} ranks, medians of {options.runs} jobs; {command}")
+    print(f"start of {count(options.ranks, 'rank')}, medians of {count(options.runs, 'job')}; {command}")
     for record in records:
         print(f"  {record['part']:16}{record['wall_ms']:>8} ms wall {record['cpu_ms']:>8} ms CPU")
     for record in job_records:

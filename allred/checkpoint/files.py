@@ -216,13 +216,14 @@ class Manifest:
     """Content of a manifest.
 
     step: the global step of the parameters. time: the time of the commit, in seconds since 1970. shards: the shards
-    with the tensors. meta: the argument `meta` of `commit`.
+    with the tensors. meta: the argument `meta` of `commit`. checksum: of all these; "" before it is written.
     """
 
     step: int
     time: float
     shards: tuple[ShardInfo, ...]
     meta: dict[str, Any]
+    checksum: str = ""
 
     def encode(self) -> bytes:
         """Return the content of the file. Raises InputError unless `meta` consists of JSON types."""
@@ -257,16 +258,17 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
         raise CheckpointError(f"checkpoint: {file} is damaged: {error}") from error
     if isinstance(content, dict) and "writer" in content:
         raise CheckpointError(f"checkpoint: {file.parent} is not complete: {content['writer']} has not committed it")
-    _check(file, content)
+    checksum = _check(file, content)
     try:
         shards = tuple(map(ShardInfo.from_json, content["shards"]))
-        return Manifest(content["step"], content["time"], shards, content["meta"])
+        return Manifest(content["step"], content["time"], shards, content["meta"], checksum)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"checkpoint: {file} does not have the fields that allred writes: {error!r}") from error
 
 
-def _check(file: pathlib.Path, content: Any) -> None:
-    """Remove the checksum from `content`. Raises CheckpointError if checksum, format or version are wrong."""
+def _check(file: pathlib.Path, content: Any) -> str:
+    """Remove the checksum from `content`, and return it. Raises CheckpointError if checksum, format or version are
+    wrong."""
     if not isinstance(content, dict) or "checksum" not in content:
         raise CheckpointError(f"checkpoint: {file} is damaged: expected a JSON object with a checksum")
     written, found = content.pop("checksum"), _content_checksum(content)
@@ -281,6 +283,7 @@ def _check(file: pathlib.Path, content: Any) -> None:
             f"checkpoint: {file} has version {content.get('version')!r} of the format, but this allred reads "
             f"version {VERSION}; install the allred that wrote it, or a newer one"
         )
+    return str(found)
 
 
 def _content_checksum(content: dict[str, Any]) -> str:

@@ -24,6 +24,7 @@ class SavedTensors:
 
     step: the global step. params: the parameters by name. slots: the state of the optimizer: {parameter name: {slot
     name: array}}. pickled: bytes for `unpickle_state` and `unpickle_extra`. meta: the argument `meta` of `commit`.
+    checksum: of the manifest, which has the checksums of all tensors: contents with equal checksums are equal.
     """
 
     step: int
@@ -31,6 +32,7 @@ class SavedTensors:
     slots: dict[str, dict[str, Array]]
     pickled: dict[str, Array]
     meta: dict[str, Any]
+    checksum: str
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> SavedTensors:
@@ -124,7 +126,7 @@ def _check_cover(manifest: Manifest) -> None:
 
 
 def _saved_tensors(manifest: Manifest, tensors: dict[tuple[str, str], Array]) -> SavedTensors:
-    content = SavedTensors(manifest.step, {}, {}, {}, manifest.meta)
+    content = SavedTensors(manifest.step, {}, {}, {}, manifest.meta, manifest.checksum)
     for entry in (entry for shard in manifest.shards for entry in shard.entries):
         tensor = tensors[entry.name, entry.slot]
         if entry.is_pickled:

@@ -1,12 +1,13 @@
 """Restoring: chooses the newest undamaged checkpoint, reads it, and checks that it is of this model and optimizer.
 
 Rank 0 chooses the newest checkpoint. In mode sync each rank reads it if all see it in their file systems, and verifies
-the bytes that it reads. Otherwise rank 0 reads it, and the caller broadcasts. If rank 0 finds damage, it chooses the
-next older checkpoint. Errors of other ranks are raised on all ranks.
+the bytes that it reads. Otherwise rank 0 reads it, and the caller broadcasts. If a rank finds damage, rank 0 chooses
+the next older checkpoint.
 """
 
 import os
 import pathlib
+import socket
 import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -81,9 +82,10 @@ class _Read(NamedTuple):
 
 
 def _read_newest(directory: str | os.PathLike[str], everywhere: bool) -> _Read | None:
-    """Read the newest checkpoint in which rank 0 finds no damage. Return None if there is no checkpoint. Collective.
+    """Read the newest checkpoint in which no rank finds damage. Return None if there is no checkpoint. Collective.
 
-    Raises CheckpointError, the same on all ranks: none can be read.
+    Raises CheckpointError, the same on all ranks: none can be read. Another job may replace or delete the checkpoint
+    meanwhile; then the newest one is chosen again.
     """
     here = functions.current()
     first, is_first = here.ranks[0], here.rank == 0
@@ -102,10 +104,14 @@ def _read_newest(directory: str | os.PathLike[str], everywhere: bool) -> _Read |
                 content = checkpoint.read_committed(path)
             except CheckpointError as error:
                 failure = error
+        where = "" if is_first else f" (rank {here.rank} on {socket.gethostname()})"
         is_damaged = failure is not None and not isinstance(failure, MissingPackageError)
-        if not functions.broadcast_object(is_damaged, first):
+        found = functions.allgather_object((content and content.checksum, f"{failure}{where}" if is_damaged else ""))
+        problems = [problem for _, problem in found if problem]
+        if not problems and len({checksum for checksum, _ in found if checksum is not None}) < 2:
             break
-        damaged[path] = str(failure)
+        if problems and path.exists():
+            damaged[path] = problems[0]
     if is_first:
         for text in damaged.values():
             log.warning(f"a newer checkpoint, which is damaged, is skipped: {text}")
@@ -115,8 +121,8 @@ def _read_newest(directory: str | os.PathLike[str], everywhere: bool) -> _Read |
 def _choose(
     directory: str | os.PathLike[str], damaged: dict[pathlib.Path, str]
 ) -> tuple[pathlib.Path | None, int | None, AllredError | None]:
-    """Return (path, checksum of the manifest, error). path: the newest checkpoint that is not in `damaged`; None if
-    there is none, or with an error."""
+    """Return (path, checksum of the manifest file, error). path: the newest checkpoint that is not in `damaged`; None
+    if there is none, or with an error."""
     try:
         paths = [pathlib.Path(os.path.abspath(path)) for path in checkpoint.newest_first(directory)]
     except AllredError as error:

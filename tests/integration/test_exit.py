@@ -156,9 +156,9 @@ def test_a_world_of_one_just_fails():
 def test_after_a_time_limit_the_job_ends_and_not_well(mpi, end, before):
     """Even if the script goes on and ends with 0: MPI cannot be finalized with an operation that never completes."""
     code = (
-        f"import sys, time\n{before}\nimport allred\nallred.init(banner=False)\n"
+        f"import sys, time\n{before}\nimport allred\nfrom allred.comm import functions\nallred.init(banner=False)\n"
         "if allred.rank() == 1: time.sleep(600)\n"
-        "try: allred.comm.functions.current().barrier().wait(timeout_s=0.3)\n"
+        "try: functions.current().barrier().wait(timeout_s=0.3)\n"
         "except allred.CollectiveTimeout as error: print(error, flush=True)\n"
         "allred.shutdown()\n"
         "assert not allred.is_initialized()\n"

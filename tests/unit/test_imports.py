@@ -252,6 +252,26 @@ def test_type_checkers_find_the_names_where_they_are_imported_from():
     assert found == {**allred._MODULES, **dict.fromkeys(allred._PACKAGES, "allred")}
 
 
+THREADS = """
+import random, threading, allred
+names, failed, start = [name for name in dir(allred) if name[0] != "_"], [], threading.Barrier(32)
+def use(seed):
+    start.wait()
+    for name in random.Random(seed).sample(names, len(names)):
+        try: getattr(allred, name)
+        except BaseException as error: failed.append((name, repr(error)))
+threads = [threading.Thread(target=use, args=(seed,)) for seed in range(32)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+assert not failed, failed[0]
+"""
+
+
+def test_threads_may_use_names_first_at_the_same_time():
+    for _ in range(4):
+        subprocess.run([sys.executable, "-c", THREADS], check=True, timeout=60)
+
+
 @pytest.mark.parametrize(("statement", "most"), [("import allred", 20), ("import allred; allred.init", 75)])
 def test_the_modules_that_every_rank_imports_are_few(statement, most):
     """The number of modules of allred. A rank imports what it uses: most do not use sessions, data or mode ps."""
