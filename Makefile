@@ -182,8 +182,9 @@ lint: $(VENV_mpich)/.dev ## ruff and clang-format, changing nothing
 types: $(VENV_mpich)/.dev ## mypy, strict
 	$(VENV_mpich)/bin/mypy
 
-api: $(VENV_mpich)/.test ## write docs/api.md from the docstrings
+api: $(VENV_mpich)/.test ## write docs/api.md from the docstrings, and docs/settings.md from config.py
 	$(VENV_mpich)/bin/python docs/site/write_api.py
+	$(VENV_mpich)/bin/python docs/site/write_settings.py
 
 diagram: $(VENV_mpich)/.test ## draw the imports between packages in docs/architecture.md
 	$(VENV_mpich)/bin/python docs/site/draw_imports.py

@@ -33,131 +33,163 @@ class Config:
     The secret of a process is not included: see `secret`.
     """
 
-    mode: str = _setting("sync", "training mode: sync or ps (docs/modes.md)", choices=("sync", "ps"))
-    num_ps: int = _count(1, "mode ps: number of parameter servers, which are the first ranks", "ranks", 1)
-    consistency: str = _setting(
-        "async", "mode ps: when gradients are applied (docs/modes.md)", choices=("async", "bounded", "sync")
+    mode: str = _setting(
+        "sync",
+        "training mode. `sync`: all ranks average gradients and update; `ps`: parameter servers (docs/modes.md)",
+        choices=("sync", "ps"),
     )
-    staleness: int = _count(4, "mode ps, bounded: steps that a worker may be ahead of the slowest worker", "steps", 0)
+    num_ps: int = _count(1, "mode `ps`: number of parameter servers; these are the first ranks", "ranks", 1)
+    consistency: str = _setting(
+        "async",
+        "mode `ps`: when gradients are applied: `async`, `bounded`, `sync` (docs/modes.md)",
+        choices=("async", "bounded", "sync"),
+    )
+    staleness: int = _count(
+        4, "mode `ps`, `bounded`: maximum number of steps that a worker is ahead of the slowest", "steps", 0
+    )
     replicas_to_aggregate: int = _count(
-        0, "mode ps, sync: gradients that make a step; 0 means one of each worker", "gradients", 0
+        0, "mode `ps`, `sync`: number of gradients per update; 0: one of each worker", "gradients", 0
     )
     placement: str = _setting(
         "bytes",
-        "mode ps: placement of parameters on servers: bytes (even, splits large tensors), round_robin, greedy",
+        "mode `ps`: assignment of parameters to servers: `bytes` (even, large tensors are split), `round_robin`, "
+        "`greedy`",
         choices=("bytes", "round_robin", "greedy"),
     )
     use_locking: bool = _setting(
         True,
-        "mode ps: whether servers handle one request at a time, so that a pull returns one version (1 or 0); always 1 "
-        "in policy sync and for optimizers that need whole tensors",
+        "mode `ps`: whether servers process one request at a time, so that a pull returns one version; always 1 with "
+        "`sync`, and for optimizers that need whole tensors",
     )
     checkpoint_dir: str = _setting(
-        "none", "mode ps: directory of the checkpoint that is written when the job receives SIGTERM; none writes none"
+        "none", "mode `ps`: directory for a checkpoint when the job gets SIGTERM; `none`: no checkpoint"
     )
     backend: str = _setting(
         "auto",
-        "backend of the collectives: auto uses shm if possible, and nccl for device arrays if there are GPUs and cupy",
+        "backend of the collectives: `auto`, `single` (one rank), `shm` (shared memory on a node, `ALLRED_TRANSPORT` "
+        "between nodes), `mpi`, `nccl` (GPUs are required, docs/gpus.md)",
         choices=("auto", "single", "shm", "mpi", "nccl"),
     )
     transport: str = _setting(
         "auto",
-        "how host arrays pass between nodes: mpi, tcp (connections of allred), or auto: mpi if a node has InfiniBand, "
-        "EFA or Slingshot, else tcp",
+        "how host arrays pass between nodes: `mpi`; `tcp`: connections that allred makes, which authenticate "
+        "each other, but do not encrypt data; `auto`: `mpi` if a node has an active InfiniBand, EFA or "
+        "Slingshot device, else `tcp`",
         choices=("auto", "mpi", "tcp"),
     )
     network: str = _setting(
         "auto",
-        "transport tcp: interfaces and networks of its connections, such as eth1,10.0.0.0/8; auto: all except "
-        "loopback; may differ between hosts",
+        "transport tcp: the interfaces and networks of the connections, in order of preference "
+        "(`eth1,10.0.0.0/8`); `auto`: all except loopback. It may differ between hosts",
         may_differ=True,
     )
     nccl_cross: str = _setting(
         "nccl",
-        "transport of device arrays between nodes: nccl, or mpi, which copies them through host memory",
+        "transport of GPU arrays between nodes: `nccl`, or `mpi` (copied to the host and back)",
         choices=("nccl", "mpi"),
     )
     nccl_16bit: str = _setting(
         "float32",
-        "sums of 16-bit floats on GPUs: float32 (in the order of the ranks, rounded once) or native (by NCCL: faster, "
-        "rounded after each addition)",
+        "sums of 16-bit floats on GPUs: `float32` (in the order of the ranks, rounded once), or `native` (by "
+        "NCCL: faster, rounded after each addition; see docs/gpus.md#numerical-results)",
         choices=("float32", "native"),
     )
-    gpu_oversubscribe: bool = _setting(False, "whether several ranks may share a GPU, for tests (1 or 0)")
+    gpu_oversubscribe: bool = _setting(False, "whether ranks may share a GPU; for tests")
     progress: str = _setting(
         "thread",
-        "progress of allred.*_async operations while no rank waits: thread (a C thread, on one node) or caller",
+        "who makes progress with asynchronous operations while no rank waits: a C `thread` (on one node), or "
+        "the `caller`",
         choices=("thread", "caller"),
     )
     overlap: str = _setting(
         "auto",
-        "when hooked torch optimizers and opt.reduce send gradients: during the backward pass (always), at its end "
-        "(never), or during it if a core of the rank is free or the model is on a GPU (auto)",
+        "when hooked torch optimizers and `opt.reduce` send gradients: during the backward pass (`always`), "
+        "at its end (`never`), or during it if a core of the rank is free or the model is on a GPU (`auto`)",
         choices=("auto", "always", "never"),
     )
     bucket_bytes: int = _setting(
-        2**20, "size of a bucket: gradients smaller than half of it are reduced together (512KiB, 4MiB, ...)", minimum=1
+        2**20,
+        "maximum size of a bucket; gradients smaller than half of it are packed. Not used with backend `shm` "
+        "on one node, which packs all gradients into one stream",
+        minimum=1,
     )
     arena: str = _setting(
         "auto",
-        "size of the shared memory of each rank for arrays that are reduced in place: auto, 0 (none), or a size (4GiB)",
+        "size of the memory of each rank for arrays that the ranks of its node map and reduce in place "
+        "(`allred.empty`): a size (`4GiB`; at most the memory of the machine or the cgroup), `0`: none, "
+        "`auto`: half of the machine's memory, or of the memory limit of its cgroup, divided by the ranks of "
+        "the node. Memory is taken when an array is allocated. Only with backend `shm` on one node",
         expected="auto, 0 or a size of at least 16KiB, such as 4GiB",
         size=2**14,  # in bytes, the smallest one
     )
-    timeout_s: float = _setting(1800.0, "time limit of a wait in one collective, in seconds", minimum=0.001)
+    timeout_s: float = _setting(
+        1800.0,
+        "time limit of a wait in one collective, in seconds; mode `ps`: longest time without a request of a "
+        "worker that others wait for (docs/assumptions.md#waits-and-their-time-limits)",
+        minimum=0.001,
+    )
     nonfinite: str = _setting(
-        "raise", "action on all ranks if a gradient has NaN or infinity", choices=("raise", "skip", "ignore")
+        "raise",
+        "reaction to NaN or infinity in a gradient: `raise`, `skip` the step on all ranks, `ignore`; option "
+        "`nonfinite` of the decorator",
+        choices=("raise", "skip", "ignore"),
     )
     check_steps: int = _count(
         100,
-        "steps between comparisons of parameters and optimizer state of the ranks, which also follow the first three "
-        "steps; 0 means never",
+        "all ranks compare all parameters and the optimizer state at the first three steps, then every this "
+        "many steps; the steps in between compare 1024 elements; 0: never (docs/mistakes.md)",
         "steps",
         0,
     )
     check: str = _setting(
         "basic",
-        "what ranks compare in every operation: basic, or full, which adds the source line of the call",
+        "what is compared in every operation: `basic`, or `full`: also the line of the program that calls it",
         choices=("basic", "full"),
     )
     watcher: bool = _setting(
-        True, "whether a process on each node watches the ranks for stalls, deaths and failures (1 or 0)"
+        True, "whether a process on each node watches the ranks and reports stalls, deaths and failures"
     )
     stall_warning_s: float = _setting(
-        30.0, "wait in an operation before a warning shows the state of all ranks, in seconds", minimum=0.1
+        30.0, "time in an operation, in seconds, before a warning shows what all ranks do", minimum=0.1
     )
     worker_failure: str = _setting(
         "end",
-        "action if a worker of mode ps fails, dies, or stalls until the time limit: the job ends (end), or the other "
-        "workers continue without it (go_on)",
+        "mode `ps`: reaction to a worker that fails, dies, or stalls until the time limit: `end` the job, or `go_on`: "
+        "the other workers continue",
         choices=("end", "go_on"),
     )
     pretend_nodes: str = _setting(
-        "none", "for tests: sizes of pretended nodes, in rank order (2,2 makes two nodes of four ranks)"
+        "none", "for tests: numbers of ranks of pretended nodes (`2,2`: two nodes for four ranks)"
     )
     metrics: str = _setting(
-        "none", "port, or host:port, of the metrics for Prometheus (docs/running.md); without a host 127.0.0.1"
+        "none",
+        "port, or host:port, of the metrics for Prometheus (docs/running.md#metrics); without a host "
+        "127.0.0.1. Needs the extra `metrics`",
     )
     elastic_dir: str = _setting(
         "none",
-        "directory of the commits of allred.torch.elastic; `allred run` sets it; none: commits are in memory",
+        "directory of the commits of `hvd.elastic`; `none`: commits are in memory "
+        "(docs/running.md#programs-with-hvdelastic); default under `allred run`: `NAME.commits`",
     )
-    job: str = _setting("auto", "name of the job for monitors; auto: the program and its process id")
-    starts: int = _count(1, "how often the job was started; `allred run` sets it", "starts", 1)
-    runner: str = _setting("none", "where `allred run` receives reports of the ranks; it sets it", own=True)
+    job: str = _setting("auto", "name of the job for `allred top`; `auto`: the program and its process id")
+    starts: int = _count(1, "how often the job was started", "starts", 1)
+    runner: str = _setting("none", "where `allred run` receives the reports of the ranks", own=True)
     start_timeout_s: float = _setting(
-        1800.0, "time that a task started without a launcher waits for the other tasks, in seconds", minimum=0.1
+        1800.0,
+        "time limit, in seconds, for the other tasks to start (docs/clusters.md#without-a-launcher)",
+        minimum=0.1,
     )
     secret: str = _setting(
         "none",
-        "shared secret by which tasks started without a launcher authenticate each other; it is never sent",
+        "shared secret of the tasks; required if an address can be reached from other machines",
         own=True,
     )
-    secret_file: str = _setting("none", "file that contains the secret", own=True)
+    secret_file: str = _setting("none", "a file with this secret", own=True)
     timeline: str = _setting(
-        "none", "directory for the timeline that every rank writes (docs/timeline.md); none writes none"
+        "none",
+        "directory for a timeline (docs/timeline.md): every rank records its operations there; `none`: no timeline",
     )
-    banner: bool = _setting(True, "whether the chief prints ranks, backend and settings at the start (1 or 0)")
+    banner: bool = _setting(True, "whether the chief prints backend, ranks and versions")
 
 
 _FIELDS = {field.name: field for field in dataclasses.fields(Config)}
