@@ -19,6 +19,7 @@ from allred.watch import process_state
 REPORTS_S = 5.0  # for the last reports after mpirun has ended
 UNWIND_S = 10.0  # for processes that are left after mpirun has ended, such as ranks that write a checkpoint
 FIRST_LOOK_S, LOOK_S = 0.1, 1.0  # intervals of looks at the launcher's daemons: the first, and after doubling the last
+ORPHANED_S = 5.0  # for mpirun to end after its last child process: the program may leave a process
 LOST_HOST_S = 10.0  # for mpirun to end after a host was lost: it may wait for that host forever
 TERMINATE_S = 5.0  # from SIGTERM to SIGKILL
 # The connection to a host that is lost fails after 10 + 4 * 5 s.
@@ -58,6 +59,7 @@ class Job:
         self._lost = ""  # the daemon, with the ranks that are left
         self._ranks: dict[int, list[int]] = {}  # of this host, by the daemon that started them
         self._look_at, self._look_s = 0.0, FIRST_LOOK_S
+        self._orphaned_at = float("inf")  # since when `_has_orphans`
         self._kept, self._has_passed = False, False  # a SIGUSR1; whether the ranks have received it
         self._kill_at = float("inf")
 
@@ -184,11 +186,24 @@ class Job:
         allred.init() the watchers do."""
         found = {pid: ranks for pid, ranks in self._daemons() if pid != self._process.pid}
         for daemon, ranks in self._ranks.items():
-            left = [rank for rank in ranks if daemon not in found and process_state.is_alive(rank)]
-            if left and not self._lost:
-                self._lost = f"process {daemon}, by which mpirun had started ranks on this host, was killed"
-                self._lost_at = time.monotonic()
+            if daemon not in found and any(map(process_state.is_alive, ranks)):
+                self._lose_daemon(f"process {daemon}, by which mpirun had started ranks on this host, was killed")
         self._ranks = found
+        if not self._has_orphans():
+            self._orphaned_at = float("inf")
+        elif (now := time.monotonic()) >= self._orphaned_at + ORPHANED_S:  # killed before a look has seen it
+            self._lose_daemon("the process by which mpirun had started ranks on this host was killed")
+        else:
+            self._orphaned_at = min(self._orphaned_at, now)
+
+    def _has_orphans(self) -> bool:
+        """Return whether mpirun has no child processes, but this process has adopted some."""
+        children = process_state.children()
+        return self._process.pid not in children and children.get(os.getpid(), []) != [self._process.pid]
+
+    def _lose_daemon(self, text: str) -> None:
+        if not self._lost:
+            self._lost, self._lost_at = text, time.monotonic()
 
     def has_reported(self, since: float) -> bool:
         """Return whether no more reports will arrive. since: when mpirun ended. A watcher ends after its ranks; if one

@@ -42,6 +42,7 @@ def main(what, argument=""):
         os.environ["RANK"] == "0" and os.kill(runner(), signal.SIGUSR1)
         time.sleep(20)
     elif what == "orphans":  # two faults before init()
+        time.sleep(float(sys.argv[2]))
         if os.environ["RANK"] == "1":
             os.kill(os.getppid(), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGSTOP)
