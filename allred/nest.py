@@ -98,8 +98,8 @@ def _rebuild(tree: Any, take: Callable[[], Any]) -> Any:
 
 
 def digest(tree: Any) -> str:
-    """Hash of all names, shapes, dtypes and bytes of a nest, 12 hex digits. Equal nests have equal digests; about one
-    in 2**32 pairs of different nests has, too. It is made of CRC-32, so it does not protect against intent.
+    """Hash of all names, shapes, dtypes and bytes of a nest, 12 hex digits. Equal nests have equal digests.
+    Different nests have equal digests with a probability of about 2**-32; it is easy to construct such nests (CRC-32).
 
     >>> digest({"w": [1.0, 2.0]}) == digest({"w": (1.0, 2.0)})
     True
@@ -108,6 +108,6 @@ def digest(tree: Any) -> str:
     for name, leaf in leaves(tree):
         array = arrays.as_host_array(leaf)
         total.update(f"{name} {arrays.describe(array.shape, array.dtype)}\n".encode())
-        checksum = native.crc32(arrays.as_bytes(array).data)  # 8 times as fast as a cryptographic hash
+        checksum = native.crc32(arrays.as_bytes(array).data)  # much faster than a cryptographic hash
         total.update(checksum.to_bytes(4, "little"))
     return total.hexdigest()

@@ -84,7 +84,10 @@ def run(options: argparse.Namespace, command: str) -> None:
 
 
 def _job(ranks: int, code: str) -> testing.Result:
-    result = testing.mpirun(ranks, "-c", code)
+    try:
+        result = testing.mpirun(ranks, "-c", code)
+    except FileNotFoundError as error:  # there is no mpirun
+        raise ConfigError(str(error)) from None
     if result.code:
         raise ConfigError(f"mpirun -np {ranks} failed: {result.text}")
     return result

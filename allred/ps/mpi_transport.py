@@ -6,8 +6,8 @@ module, so after an interrupted step MPI never writes into a user's array.
 Cells are sent with Issend, which completes only when the receiver has matched the message. So at most _DEPTH cells of a
 sender are unexpected messages, even while the receiver serves other workers. Isend completes as soon as TCP has taken
 the bytes, and limits nothing: libfabric's tcp provider stops reading a connection after 64 unexpected messages
-(FI_TCP_MAX_SAVED), and MPICH then hangs if data flows in both directions. An object has at most 33 parts of 256 MiB or
-less, unless it has larger arrays.
+(FI_TCP_MAX_SAVED), and MPICH then hangs if data flows in both directions. An object is sent in
+at most 33 parts, and in one more for each 256 MiB.
 """
 
 import pickle

@@ -29,7 +29,7 @@ def spawn_early(settings: dict[str, Any] | str) -> None:
     """Spawn the process of this node's watcher before MPI starts: it imports its modules while MPI starts.
 
     Does nothing unless this process is the first of its host, and the job may have several ranks. `start` uses the
-    process if this node needs a watcher. settings: those of this rank, or a problem.
+    process if this node needs a watcher. settings: of this rank, or why they are invalid.
     """
     global _spawned
     is_wanted = isinstance(settings, dict) and settings.get("watcher", Config.watcher)
