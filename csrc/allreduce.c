@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "allreduce_in_place.h"
+#include "doorbell.h"
 #include "scan.h"
 
 /*
@@ -79,7 +80,7 @@ static void fill_weighted(const allred_operation *op, char *chunk, const char *f
   _Alignas(ALLRED_LINE) char block[ALLRED_BLOCK_BYTES];
   for (size_t at = 0, length; at < bytes; at += length) {
     length = allred_smaller(bytes - at, sizeof block);
-    allred_weigh(block, from + at, length, op->chunk_dtype, allred_header_weight(&op->header));
+    allred_weigh(block, from + at, length, op->chunk_dtype, allred_weight(op, &op->header));
     if (by)
       narrow(op, chunk + (at >> by), block, length / item);
     else
@@ -216,7 +217,7 @@ allred_window allred_fill_window(allred_operation *op, char *to, size_t room) {
     const size_t bytes = next_piece(op, &op->filled, room >> widens, &tensor, &offset);
     const void *from = tensor->in + offset;
     if (op->weighted)
-      allred_weigh(to, from, bytes, dtype, allred_header_weight(&op->header));
+      allred_weigh(to, from, bytes, dtype, allred_weight(op, &op->header));
     else if (widens)
       allred_wide_kernel(op->variant, dtype, sum_dtype, ALLRED_SUM)(to, &from, 1, bytes / item, 1);
     else
@@ -282,6 +283,31 @@ void allred_begin_ring(allred_operation *op) {
   }
   if (op->rounds == 0) op->rounds = 1;
   op->is_inline = op->rounds == 1 && bytes <= ALLRED_INLINE_BYTES && !(narrows && two_phase);
+}
+
+/* The end of a round whose data is not used: pass it again, weighted. */
+static void repeat_weighted(allred_operation *op) {
+  op->transfer = op->ring;
+  op->filled = (allred_cursor){0, 0};
+  op->segment->sent -= op->data_bytes;
+  op->is_inline = 0;
+  op->rounds++;
+}
+
+void allred_count_samples(allred_operation *op) {
+  static const allred_transfer unused = {.next = repeat_weighted};
+  int differ = 0;
+  op->agreed_ns = allred_now_ns();
+  for (int rank = 0; rank < allred_operation_ranks(op); rank++) {
+    const uint64_t samples = allred_operation_header(op, rank)->note;
+    op->samples += samples;
+    differ |= samples != op->header.note;
+  }
+  if (!differ || op->op != ALLRED_AVERAGE) return;
+  op->weighted = 1;
+  if (op->transfer->fill != allred_fill_tensors) return; /* round 0 has only headers, or locations */
+  op->ring = op->transfer;
+  op->transfer = &unused;
 }
 
 void allred_begin_allreduce(allred_operation *op, allred_segment *segment, const allred_header *header,

@@ -6,7 +6,8 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { ALLRED_KIND_ALLREDUCE = 0, ALLRED_KIND_GROUPED_ALLREDUCE = 1 }; /* positions in header.py KINDS */
+/* Positions in header.py KINDS. A step allreduce is a grouped allreduce whose `note` is the number of samples. */
+enum { ALLRED_KIND_ALLREDUCE = 0, ALLRED_KIND_GROUPED_ALLREDUCE = 1, ALLRED_KIND_STEP_ALLREDUCE = 13 };
 
 /* The byte `op` of a reduction: the operator; the wire type of float32 and float64 if they are narrowed; and whether
  * each rank's numbers are multiplied by a weight of this rank, which is in `note`, as a float64. */

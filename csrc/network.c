@@ -276,10 +276,10 @@ static void begin(allred_operation *op) {
   if (op->transfer == &small) op->is_inline = 0;
 }
 
-static int headers_agree(const allred_operation *op) {
-  for (int rank = 0; rank < all_ranks(network_of(op)); rank++)
-    if (!allred_headers_agree(&op->header, allred_board_header(op->segment, rank, op->number))) return 0;
-  return 1;
+static int ranks(const allred_operation *op) { return all_ranks(network_of(op)); }
+
+static const allred_header *header(const allred_operation *op, int rank) {
+  return allred_board_header(op->segment, rank, op->number);
 }
 
-const allred_across allred_across_hosts = {begin, headers_agree, allred_network_wait};
+const allred_across allred_across_hosts = {begin, ranks, header, allred_network_wait};

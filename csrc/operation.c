@@ -49,10 +49,20 @@ static int all_ready(allred_operation *op) {
   return 1;
 }
 
-static int headers_agree(const allred_operation *op) {
-  if (op->segment->across) return op->segment->across->headers_agree(op);
-  for (int rank = 0; rank < op->segment->ranks; rank++)
-    if (!allred_headers_agree(&op->header, allred_segment_header(op->segment, rank, op->number))) return 0;
+int allred_operation_ranks(const allred_operation *op) {
+  return op->segment->across ? op->segment->across->ranks(op) : op->segment->ranks;
+}
+
+const allred_header *allred_operation_header(const allred_operation *op, int rank) {
+  return op->segment->across ? op->segment->across->header(op, rank)
+                             : allred_segment_header(op->segment, rank, op->number);
+}
+
+/* Whether the headers of all ranks agree. */
+static int agree(allred_operation *op) {
+  for (int rank = 0; rank < allred_operation_ranks(op); rank++)
+    if (!allred_headers_agree(&op->header, allred_operation_header(op, rank))) return 0;
+  if (op->header.kind == ALLRED_KIND_STEP_ALLREDUCE) allred_count_samples(op);
   return 1;
 }
 
@@ -91,7 +101,7 @@ int allred_step(allred_operation *op) {
     break;
   case WAIT_FILLED:
     if (!all_ready(op)) return ALLRED_PENDING;
-    if (op->round == 0 && !op->segment->across && !headers_agree(op)) return end(op, ALLRED_DIFFER);
+    if (op->round == 0 && !op->segment->across && !agree(op)) return end(op, ALLRED_DIFFER);
     if (transfer->agreed) transfer->agreed(op);
     op->phase = op->transfer->reduce ? REDUCE : DRAIN;
     break;
@@ -107,7 +117,7 @@ int allred_step(allred_operation *op) {
     break;
   case WAIT_REDUCED:
     if (!all_ready(op)) return ALLRED_PENDING;
-    if (op->round == 0 && op->compares_board && !headers_agree(op)) return end(op, ALLRED_DIFFER);
+    if (op->round == 0 && op->compares_board && !agree(op)) return end(op, ALLRED_DIFFER);
     op->phase = DRAIN;
     break;
   case DRAIN:

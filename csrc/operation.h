@@ -78,13 +78,15 @@ typedef struct {
 
 /* What operations across hosts do in other ways (network.h).
  *
- * begin          called when an operation is prepared for one host; it changes the transfer and the rounds
- * headers_agree  whether those of the ranks of all hosts do
- * wait           wait for the network, for at most so many ns; return 0 at once if there is nothing to wait for
+ * begin   called when an operation is prepared for one host; it changes the transfer and the rounds
+ * ranks   the number of ranks of all hosts
+ * header  the header of one of them, counted in the order of the hosts
+ * wait    wait for the network, for at most so many ns; return 0 at once if there is nothing to wait for
  */
 typedef struct allred_across {
   void (*begin)(allred_operation *);
-  int (*headers_agree)(const allred_operation *);
+  int (*ranks)(const allred_operation *);
+  const allred_header *(*header)(const allred_operation *, int rank);
   int (*wait)(const allred_segment *, int64_t limit_ns);
 } allred_across;
 
@@ -100,7 +102,9 @@ struct allred_operation {
   int phase, ready_ranks, status;  /* ready_ranks: the ranks below have reached the phase */
   /* a reduction */
   int variant, op, divisor;
-  int weighted;        /* numbers of each rank are multiplied by the weight in its header */
+  int weighted;        /* numbers of each rank are multiplied by its weight (allred_weight) */
+  uint64_t samples;    /* of all ranks, in the headers of a step; 0 if they are not counted, and in other operations */
+  int64_t agreed_ns;   /* the time at which the headers of a step agreed */
   int checks_finite;   /* the same on all ranks */
   uint32_t nonfinite;  /* 1 + the smallest index of a tensor whose result was found not to be finite; 0: none */
   size_t tensor_count; /* tensors that pass through the ring; those that are reduced in place lie behind them */
@@ -116,7 +120,8 @@ struct allred_operation {
   char *receive;
   const uint64_t *send_starts, *receive_starts;
   size_t part_bytes;
-  const allred_transfer *ring; /* the later rounds, if any, of an exchange that begins with locations (collectives.c) */
+  const allred_transfer *ring; /* of the later rounds of an exchange that begins with locations (collectives.c), or of a
+                                * step whose first round was unweighted (allreduce.c) */
   uint64_t ring_rounds, first_round; /* the number of these, and of the first one that passes data through the ring */
   /* in a queue, see queue.h */
   allred_operation *next;
@@ -142,7 +147,9 @@ struct allred_operation {
  * Which finite numbers share a block with them depends on the path: ring, or in place.
  *
  * If its header says so (ALLRED_WEIGHTED), an allreduce multiplies the numbers of each rank by the weight of this rank,
- * rounds the products, and then reduces them. Only Sum and Average, and dtypes that allred_can_weigh.
+ * rounds the products, and then reduces them. Only Sum and Average, and dtypes that allred_can_weigh. The average of a
+ * step (ALLRED_KIND_STEP_ALLREDUCE) does so if the ranks have different numbers of samples; the caller makes sure that
+ * samples * ranks < 2**53, and that the dtypes can be weighed.
  *
  * Offsets are in bytes, ranks + 1 of them. divisor: the divisor of an average.
  */
@@ -168,6 +175,21 @@ static inline size_t allred_smaller(size_t a, size_t b) { return a < b ? a : b; 
 
 /* Return the rounds that so many bytes need; an empty operation has one. */
 static inline uint64_t allred_rounds(size_t bytes, size_t chunk) { return bytes ? (bytes + chunk - 1) / chunk : 1; }
+
+/* Return the number of ranks of all hosts, and their headers. */
+int allred_operation_ranks(const allred_operation *);
+const allred_header *allred_operation_header(const allred_operation *, int rank);
+
+/* Return the weight of the rank with this header, in an operation that is weighted. In a step it is the rank's number
+ * of samples, divided by the mean of all ranks. */
+static inline double allred_weight(const allred_operation *op, const allred_header *header) {
+  if (!op->samples) return allred_header_weight(header);
+  return (double)(header->note * (uint64_t)op->divisor) / (double)op->samples;
+}
+
+/* After the headers of a step agree: add up the samples of all ranks, and weight the average if they differ. Then data
+ * that was published with the headers is not used, and the next rounds pass it again, weighted. */
+void allred_count_samples(allred_operation *op);
 
 /* Pack tensors into the chunk: the FILL of an allreduce. */
 void allred_fill_tensors(allred_operation *op, char *chunk);

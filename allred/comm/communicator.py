@@ -8,6 +8,7 @@ Results are the same on every rank, bit for bit, except for the payload of a NaN
 are reproducible from run to run.
 """
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,8 @@ class Communicator(Group):
         self.fusion_buffer = FusionBuffer(backend.allocate)  # shared: reductions of optimizers do not run concurrently
         self.nonfinite = -1  # position of the first result of the last reduction with checks_finite that is not finite
         self._point_to_point = PointToPoint(self)
-        self._fast = backend.fast_path
+        self.samples = 0  # of all ranks in the last `step_allreduce`
+        self.fast_path = backend.fast_path
 
     def allreduce(
         self,
@@ -86,14 +88,14 @@ class Communicator(Group):
     ) -> Array:
         """Start `allreduce` and wait for the result; takes the fast path of the backend if possible."""
         usable = type(value) is np.ndarray and not (in_place and is_shared(value))
-        if self._fast is not None and usable and self.queue.idle and not self.checks_places:
+        if self.fast_path is not None and usable and self.queue.idle and not self.checks_places:
             target = value if in_place else empty_like(value)
             if target is not None:
                 try:
                     if compression is _NONE:
-                        begun = self._fast.allreduce(value, target, op, name)
+                        begun = self.fast_path.allreduce(value, target, op, name)
                     else:
-                        begun = self._fast.allreduce(value, target, op, name, wire_code(compression))
+                        begun = self.fast_path.allreduce(value, target, op, name, wire_code(compression))
                     if begun is True:
                         return target
                     if begun is not None:
@@ -159,16 +161,16 @@ class Communicator(Group):
         Only if the backend `weighs`, for Sum and Average; of arrays that are not float32 or float64, 0 and 1 only.
         """
         usable = self.queue.idle and not self.checks_places and not (in_place and any_shared(group))
-        if self._fast is not None and type(group) is list and usable:
+        if self.fast_path is not None and type(group) is list and usable:
             targets: list[Any] = (
                 group if in_place else [empty_like(value) for value in group if type(value) is np.ndarray]
             )
             if len(targets) == len(group):
                 try:
                     wire = wire_code(compression)
-                    begun = self._fast.grouped_allreduce(group, targets, op, name, wire, checks_finite, weight)
+                    begun = self.fast_path.grouped_allreduce(group, targets, op, name, wire, checks_finite, weight)
                     if begun is True:
-                        self.nonfinite = self._fast.nonfinite
+                        self.nonfinite = self.fast_path.nonfinite
                         return targets
                     if begun is not None:
                         reduction = Reduction(
@@ -183,9 +185,46 @@ class Communicator(Group):
             self.queue.track.call("grouped_allreduce")
         return self.grouped_allreduce(group, op, name, compression, in_place, checks_finite, weight).wait()
 
+    def step_allreduce(
+        self, values: list[Array], op: ReduceOp, title: str, wire: int, checks_finite: bool, agreed: int, window: int,
+        samples: int,
+    ) -> bool:  # fmt: skip
+        """Reduce the gradients of a step in place, if all ranks are in this step with equal `agreed` and `window`, 0 to
+        2**64 - 1. Collective with `check("step")` on other ranks. Returns False if not; then nothing has changed, and
+        the ranks call `check("step")`.
+
+        wire, checks_finite: see `grouped_allreduce_blocking`; as the dtypes, part of `agreed`. samples: of this rank;
+        an average is weighted by them if the ranks differ. Sets `nonfinite` and `samples`.
+        """
+        fast = self.fast_path
+        if fast is None or not self.queue.idle or self.checks_places or self._active is not None:
+            return False
+        start = time.perf_counter()
+        try:
+            begun = fast.step_allreduce(values, op, title, wire, checks_finite, agreed, window, samples)
+            if begun is not True:
+                return begun is not None and self._complete_step(begun, title)
+        except BaseException as error:
+            self._poison_if_pending(error)
+            raise
+        self.nonfinite, self.samples = fast.nonfinite, fast.samples
+        self.queue.waited_for_peers_s += fast.waited_ns * 1e-9
+        self.queue.waited_s += time.perf_counter() - start
+        return True
+
+    def _complete_step(self, operation: "CheckedOperation", title: str) -> bool:
+        """Wait for a step that the fast path began. Return whether the ranks agreed."""
+
+        def steps() -> Steps[bool]:
+            yield from self.finish(operation, lambda: OpDescriptor("step_allreduce", title=title))
+            self.nonfinite, self.samples = operation.nonfinite, operation.samples
+            return operation.headers_agree
+
+        return self.queue.start("step", steps()).wait()
+
     def _poison_if_pending(self, error: BaseException) -> None:
         """Poison the queue if an exception of this rank alone leaves an allreduce of the fast path pending."""
-        if not isinstance(error, AllredError) and self._fast is not None and self._fast.pending:
+        if not isinstance(error, AllredError) and self.fast_path is not None and self.fast_path.pending:
             self.queue.poison(f"an allreduce was cut short by {type(error).__name__}")
 
     def _complete(self, operation: "CheckedOperation", reduction: Reduction) -> None:

@@ -212,7 +212,8 @@ class Group:
         return self.queue.advancing.place if self.queue.advancing and self.queue.advancing.place else header.call_site()
 
     def _resolve(self, descriptor: OpDescriptor) -> "Steps[tuple[Group, list[bytes]]]":
-        """As `agree`, after headers differ: exchange descriptors, and find the ranks that have not joined."""
+        """As `agree`, after headers differ: exchange descriptors, and find the ranks that have not joined. A step that
+        some ranks have begun as `step_allreduce` begins again: there without a result, on other ranks here."""
         assert self.queue.advancing is not None
         started_later, place = tuple(self.queue.started_later(self.queue.advancing, _MAX_LATER)), self._place()
         mine = dataclasses.replace(
@@ -223,6 +224,11 @@ class Group:
             started_later=started_later,
         )
         descriptors = yield from self.backend.allgather_object(pickled(mine))
+        if header.repeats_step(descriptors):
+            if descriptor.kind == "step_allreduce":
+                return self, []
+            self.queue.advancing.begin_again()
+            return (yield from self.agree(descriptor))
         if self.make_subgroup is None or any(each.kind == "shutdown" for each in descriptors):
             raise header.verdict(descriptors, self.ranks)
         here = [index for index, each in enumerate(descriptors) if each.kind != "join" or each.problem]

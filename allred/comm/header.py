@@ -15,7 +15,8 @@ descriptors, and `verdict` makes one error of these, with the same text on all r
     32  count      u64   elements of an allreduce
     40  place      u64   hash of the line of the program, with ALLRED_CHECK=full; else 0
     48  rows       u64   first dimension on this rank (allgather); may differ
-    56  note       u64   a number that the operation sends to all ranks, such as the weight, a float64; may differ
+    56  note       u64   a number that the operation sends to all ranks, such as the weight, a float64, or the samples of a
+                         step; may differ
 
 The fast path of backend shm makes the same bytes in C (csrc/header.h).
 """
@@ -42,6 +43,7 @@ WEIGHTED = 128
 KINDS = (
     *("allreduce", "grouped_allreduce", "broadcast", "allgather", "reducescatter", "alltoall"),
     *("barrier", "parameters", "step", "shutdown", "allgather_object", "broadcast_object", "join"),
+    "step_allreduce",  # a step whose header exchange and allreduce are one operation
 )
 _LAYOUT = struct.Struct("<QBBBBiQQQQQQ")
 _OWN = struct.Struct("<QQ")
@@ -106,7 +108,7 @@ class OpDescriptor:
         if self.arrays is not None:
             words = (word for code, shape in self.arrays for word in (code << 8 | len(shape), *shape))
             return name, functools.reduce(mix, words, mix(0, len(self.arrays)))
-        return name, _hash_lines(self.title, self.settings, self.tensors)
+        return name, hash_lines(self.title, self.settings, self.tensors)
 
     @functools.cached_property
     def _count(self) -> int:
@@ -114,7 +116,7 @@ class OpDescriptor:
 
 
 @functools.lru_cache(maxsize=64)  # each step has the same lines, one per gradient
-def _hash_lines(title: str, settings: str, tensors: tuple[str, ...]) -> int:
+def hash_lines(title: str, settings: str, tensors: tuple[str, ...]) -> int:
     text = "\n".join((title, settings, *tensors)).encode(errors="backslashreplace")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
@@ -154,6 +156,17 @@ def own_fields(header: bytes) -> OwnFields:
 def agree(headers: list[bytes]) -> bool:
     """Return whether all ranks are in the same operation with arguments that can be used."""
     return all(header[AGREED] == headers[0][AGREED] for header in headers) and headers[0][11] == 0
+
+
+def repeats_step(calls: list[OpDescriptor]) -> bool:
+    """Return whether all ranks begin a step again, because some have begun it as `step_allreduce` (the other ranks may
+    have joined), and no rank has a problem. What differs is found then."""
+    here = [call for call in calls if call.kind != "join"]
+    return (
+        "step_allreduce" in {call.kind for call in here} <= {"step_allreduce", "step"}
+        and len({call.title for call in here}) == 1
+        and not any(call.problem for call in calls)
+    )
 
 
 def call_site() -> str:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from allred.comm.communicator import Communicator
 
 _ALIGNMENT = 64  # bytes; different arrays have no cache line in common
-_ranges: dict[int, int] = {}  # first address of each block in this process, and the address behind it
+ranges: dict[int, int] = {}  # first address of each block in this process, and the address behind it
 
 
 class NodeMemory:
@@ -32,8 +32,8 @@ class NodeMemory:
         self._memory, self._used = memory, 0
         whole = np.frombuffer(memory, np.uint8)
         start = whole.__array_interface__["data"][0]
-        _ranges[start] = start + whole.nbytes
-        weakref.finalize(memory, _ranges.pop, start, None)
+        ranges[start] = start + whole.nbytes
+        weakref.finalize(memory, ranges.pop, start, None)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return the next array in the block. All ranks make the same arrays in the same order."""
@@ -72,12 +72,12 @@ def allocate(communicator: "Communicator", nbytes: int, title: str) -> NodeMemor
 
 def any_shared(values: Sequence[Any]) -> bool:
     """Return whether `is_shared` for any numpy array in `values`."""
-    return bool(_ranges) and any(type(value) is np.ndarray and is_shared(value) for value in values)
+    return bool(ranges) and any(type(value) is np.ndarray and is_shared(value) for value in values)
 
 
 def is_shared(array: Array) -> bool:
     """Whether the ranks of this node have `array` in one memory."""
-    if not _ranges:
+    if not ranges:
         return False
     address = array.__array_interface__["data"][0]
-    return any(start <= address < stop for start, stop in _ranges.items())
+    return any(start <= address < stop for start, stop in ranges.items())

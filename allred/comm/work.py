@@ -208,6 +208,11 @@ class Work(Generic[T]):
             self._queue.poison(f"{self.title} was cut short by {reason}")
             raise
 
+    def begin_again(self) -> None:
+        """Let the operation begin again, with another header exchange. Only if it was started last."""
+        self._queue.engine.on_complete(self._first)
+        self._first = None
+
     def _finish(self, result: T | None, error: Exception | None = None) -> None:
         self._result, self._error, self._finished = result, error, True
         if self.turn is not None:

@@ -27,7 +27,9 @@ from allred.comm.work import Work
 from allred.errors import InputError
 from allred.fusion import Plan, Tensor
 from allred.gpu import device_arrays as gpu
-from allred.modes.options import StepOptions
+from allred.modes.detect.mistake_checks import MistakeChecks
+from allred.modes.options import StepInput, StepOptions
+from allred.modes.steady_step import SteadyStep
 from allred.timeline.recorder import span
 
 # The note in a header: the number of samples in the low 47 bits, then flags.
@@ -69,6 +71,7 @@ class Reducer:
         self._title, self._options, self._more_flags = title, options, more_flags
         self._plans: dict[tuple[int, tuple[Tensor, ...]], Plan] = {}
         self._last: tuple[Sequence[Tensor], Plan] | None = None  # the list of tensors of the last plan
+        self.steady: SteadyStep | None = None  # after a step that was plain on all ranks
 
     # Plan and header exchange.
 
@@ -124,12 +127,17 @@ class Reducer:
             )
         note = _UNCOUNTED if samples is None or problem else samples
         note |= _MISSING * missing | _OVERLAPPED * overlapped | flags << _FLAGS_SHIFT
+        return functions.current().check(
+            "step", title, lines, self._agreed_settings(settings), note, problem, rows=content_hash
+        )
+
+    def _agreed_settings(self, settings: str) -> str:
+        """Return all settings that must be the same on all ranks, as text."""
         nonfinite = self._options.nonfinite or world.config().nonfinite
-        settings = (
+        return (
             f"op={self._op.value} bucket_bytes={self.bucket_bytes} compression={self._compression.name} "
             f"nonfinite={nonfinite} accumulate={self._options.accumulate} sharded={self._options.sharded} {settings}"
         ).strip()
-        return functions.current().check("step", title, lines, settings, note, problem, rows=content_hash)
 
     def agreement(self, fields: list[OwnFields]) -> Agreement:
         """Interpret the fields of all ranks. Raises InputError on all ranks if their samples cannot be weighted, and
@@ -183,6 +191,35 @@ class Reducer:
         """Return for each gradient whether any rank has it; here: whether this rank has it. Collective."""
         found = np.array(here, np.uint8)
         return functions.allreduce_(found, ReduceOp.MAX, f"{self._title}: which ranks have which gradients").tolist()  # type: ignore[no-any-return]
+
+    # Steps that are like the one before.
+
+    def expect_steady(
+        self, given: StepInput, title: str, settings: str, window_starts: bytes, checks_finite: bool
+    ) -> None:
+        """Let the next step be a `SteadyStep` if it is like this one. Called on all ranks, after a step that was plain
+        on all of them."""
+        communicator, wire = functions.current(), self._compression.value
+        backend = communicator.backend
+        self.steady = None
+        if backend.fast_path is not None and backend.fuses and backend.begins_with_header("grouped_allreduce", wire):
+            plan, lines = self.plan(given.tensors), self._agreed_settings(settings)
+            self.steady = SteadyStep(
+                communicator, given, plan, title, lines, self._op, wire, checks_finite, _weighs(plan.dtypes), settings,
+                window_starts,
+            )  # fmt: skip
+
+    def reduce_steady(self, checks: MistakeChecks, given: StepInput, settings: str) -> bool:
+        """Reduce the gradients in place if this step is like the one before on all ranks. Return whether it was.
+        Collective with `start_negotiation` on other ranks."""
+        steady = self.steady
+        more = 0 if self._more_flags is None else self._more_flags.flags()
+        if steady is None or not steady.reduce(functions.current(), checks, given, settings, more):
+            return False
+        self.samples, self.weight, self.overlapped = steady.samples, steady.weight, False
+        if self._more_flags is not None:
+            self._more_flags.check([more], ())
+        return True
 
     # Reduction.
 

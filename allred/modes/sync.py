@@ -23,7 +23,7 @@ from allred.errors import AllredError, InputError
 from allred.fusion import Tensor
 from allred.gpu.device_arrays import to_host
 from allred.modes.clipping import Clipper
-from allred.modes.detect.mistake_checks import DEFERRED, PREPARED, MistakeChecks, restored
+from allred.modes.detect.mistake_checks import DEFERRED, PLAIN, PREPARED, MistakeChecks, restored
 from allred.modes.not_in_place import NotInPlace
 from allred.modes.options import Mode, StepInput, StepOptions
 from allred.modes.overlap import Overlap
@@ -51,6 +51,9 @@ def reduce_gradients(
     are not finite, the others may have been overwritten already.
     """
     arena.attach()
+    if reducer.steady is not None and not overlapped and reducer.reduce_steady(checks, given, settings):
+        nonfinite = functions.current().nonfinite
+        return given.values if checks.passes_steady(reducer.steady.plan, given.values, nonfinite) else None
     plan = reducer.plan(given.tensors)
     problem, values = given.problem or reducer.refusal(plan), list(given.values)
     flags = 0 if problem else checks.requests(given.samples)
@@ -61,6 +64,7 @@ def reduce_gradients(
     defers = not problem and checks.can_defer_scan and reducer.can_check(values)
     if not problem:
         flags |= PREPARED * (prepared is not None)
+        flags |= PLAIN * (given.plain and (defers or checks.policy == "ignore"))
         flags |= DEFERRED if defers else checks.scan(plan, values, given.plain)
     # Negotiate.
     missing = not given.plain and any(value is None for value in values)
@@ -83,6 +87,9 @@ def reduce_gradients(
     # Check.
     if not checks.passes(all_flags, windows, plan, values, given.params):
         return None
+    reducer.steady = None
+    if not reducer.overlapped and not agreement.any_missing and all(flag & PLAIN for flag in all_flags):
+        reducer.expect_steady(given, title, settings, checks.window_starts(plan), checks.policy != "ignore")
     # Reduce.
     nonfinite = reducer.allreduce_(plan, values, agreement.weight, checks_finite, prepared)
     return values if checks.passes_reduced(all_flags, plan, values, nonfinite) else None

@@ -89,6 +89,7 @@ class Operation:
 
     headers_agree: bool  # False if the headers of the ranks differ
     nonfinite: int  # with checks_finite: position of the first array whose result is not finite, or -1
+    samples: int  # of all ranks, in a step_allreduce
     progress_count: int  # steps taken
     waits_for_peers: bool  # whether some ranks have not begun the operation
     def done(self) -> bool:
@@ -122,7 +123,9 @@ class Segment:
         /,
     ) -> None: ...
     has_progress_thread: bool
-    nonfinite: int  # as in Operation, of the last call of grouped_allreduce that returned True
+    nonfinite: int  # as in Operation, of the last call of grouped_allreduce or step_allreduce that returned True
+    samples: int  # the same
+    waited_ns: int  # for the headers of the other ranks, in the last call of step_allreduce that returned True
     number: int  # of the last operation that was begun, from 1
     pending: bool  # whether an operation is pending
     sent: int  # bytes that this rank has written for allreduces
@@ -148,6 +151,12 @@ class Segment:
         weight: float | None = None,
         /,
     ) -> Operation | Literal[True] | None: ...
+    def step_allreduce(
+        self, arrays: list[Any], op: Any, name: Any, wire: int, checks_finite: bool, agreed: int, window: int,
+        samples: int, /,
+    ) -> Operation | Literal[True] | None:
+        """As grouped_allreduce in place. The headers differ if `agreed` or `window`, 0 to 2**64 - 1, differ. An average
+        is weighted by `samples` if these differ: only float32 and float64, and less than 2**53 / ranks."""
     def begin_exchange(self, record: bytes | None, holds: bool, /) -> Operation:
         """Begin a barrier. holds: it holds the queue when it is complete, until on_complete()."""
     def begin_allreduce(

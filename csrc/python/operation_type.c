@@ -126,6 +126,10 @@ static PyObject *get_nonfinite(Operation *self, void *unused) {
   return PyLong_FromLong((long)self->operation.nonfinite - 1);
 }
 
+static PyObject *get_samples(Operation *self, void *unused) {
+  return PyLong_FromUnsignedLongLong(self->operation.samples);
+}
+
 static PyObject *get_progress_count(Operation *self, void *unused) {
   return PyLong_FromUnsignedLongLong(progress_of(self));
 }
@@ -162,6 +166,7 @@ static PyGetSetDef attributes[] = {
     ATTRIBUTE("headers_agree", get_headers_agree, "False if the headers of the ranks differ"),
     ATTRIBUTE("progress_count", get_progress_count, "steps taken"),
     ATTRIBUTE("nonfinite", get_nonfinite, "position of the first array that was not finite, or -1"),
+    ATTRIBUTE("samples", get_samples, "samples of all ranks in a step"),
     ATTRIBUTE("waits_for_peers", get_waits_for_peers, "whether some ranks have not begun the operation"),
     {NULL, NULL, NULL, NULL, NULL}};
 

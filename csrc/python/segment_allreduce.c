@@ -105,7 +105,9 @@ static PyObject *not_supported(Segment *self, Operation *operation) {
 
 static PyObject *run(Segment *self, Operation *operation, const allred_header *header, Py_ssize_t count,
                      int checks_finite, allred_trace_event event) {
-  if (self->trace.enabled) event.start = allred_now_ns();
+  const int is_step = header->kind == ALLRED_KIND_STEP_ALLREDUCE;
+  const int64_t start = is_step || self->trace.enabled ? allred_now_ns() : 0;
+  event.start = start;
   allred_prepare_allreduce(self, operation, header, count, header->op & ALLRED_OP_BITS);
   operation->operation.checks_finite = checks_finite;
   int status = event.bytes <= KEEP_GIL_BYTES ? allred_run(&operation->operation, 0) : ALLRED_PENDING;
@@ -122,6 +124,8 @@ static PyObject *run(Segment *self, Operation *operation, const allred_header *h
   }
   if (status == ALLRED_DONE) {
     self->nonfinite = operation->operation.nonfinite;
+    self->samples = operation->operation.samples;
+    self->waited_ns = operation->operation.agreed_ns - start;
     give_back(self, operation);
     Py_RETURN_TRUE;
   }
@@ -174,6 +178,30 @@ static int overlap(Segment *self, const allred_tensor *tensors, Py_ssize_t count
   return 0;
 }
 
+/* Reduce lists of arrays as one operation; the header has its kind, op and name, and maybe a weight. */
+static PyObject *reduce_group(Segment *self, PyObject *sources, PyObject *targets, allred_header *header, uint64_t word,
+                              int checks_finite, PyObject *name) {
+  const Py_ssize_t count = PyList_Size(sources); /* no code that could change the lists runs from here on */
+  if (PyList_Size(targets) != count) return PyErr_Format(PyExc_ValueError, "as many targets as sources");
+  Operation *operation = take_spare(self);
+  if (!operation) Py_RETURN_NONE;
+  if (allred_make_room(operation, count ? count : 1) < 0) return not_supported(self, operation);
+  header->words = allred_mix(word, (uint64_t)count);
+  size_t bytes = 0;
+  for (Py_ssize_t i = 0; i < count; i++) {
+    allred_tensor *tensor = &operation->tensors[i];
+    if (!enter(self, operation, PyList_GetItem(sources, i), PyList_GetItem(targets, i), header, tensor))
+      return not_supported(self, operation);
+    tensor->index = (uint32_t)i;
+    header->count += tensor->bytes / allred_dtype_bytes(tensor->dtype);
+    bytes += tensor->bytes;
+  }
+  const Py_ssize_t kept = allred_group_by_dtype(operation->tensors, count);
+  if (kept < 0 || overlap(self, operation->tensors, kept)) return not_supported(self, operation);
+  return run(self, operation, header, kept, checks_finite,
+             (allred_trace_event){.bytes = bytes, .grouped = 1, .name = name});
+}
+
 PyObject *allred_segment_grouped_allreduce(Segment *self, PyObject *const *args, Py_ssize_t count) {
   if (count < 4 || count > 7 || !PyList_Check(args[0]) || !PyList_Check(args[1]))
     return PyErr_Format(PyExc_TypeError,
@@ -182,23 +210,17 @@ PyObject *allred_segment_grouped_allreduce(Segment *self, PyObject *const *args,
   allred_header header = {.kind = ALLRED_KIND_GROUPED_ALLREDUCE, .dtype = 255, .root = -1};
   if (!read_options(self, args + 2, count - 2, &header)) Py_RETURN_NONE;
   if (count > 6 && !read_weight(args[6], &header)) Py_RETURN_NONE;
-  const Py_ssize_t tensors = PyList_Size(args[0]); /* no code that could change the lists runs from here on */
-  if (PyList_Size(args[1]) != tensors) return PyErr_Format(PyExc_ValueError, "as many targets as sources");
-  Operation *operation = take_spare(self);
-  if (!operation) Py_RETURN_NONE;
-  if (allred_make_room(operation, tensors ? tensors : 1) < 0) return not_supported(self, operation);
-  header.words = allred_mix(0, (uint64_t)tensors);
-  size_t bytes = 0;
-  for (Py_ssize_t i = 0; i < tensors; i++) {
-    allred_tensor *tensor = &operation->tensors[i];
-    if (!enter(self, operation, PyList_GetItem(args[0], i), PyList_GetItem(args[1], i), &header, tensor))
-      return not_supported(self, operation);
-    tensor->index = (uint32_t)i;
-    header.count += tensor->bytes / allred_dtype_bytes(tensor->dtype);
-    bytes += tensor->bytes;
-  }
-  const Py_ssize_t kept = allred_group_by_dtype(operation->tensors, tensors);
-  if (kept < 0 || overlap(self, operation->tensors, kept)) return not_supported(self, operation);
-  return run(self, operation, &header, kept, count > 5 && args[5] == Py_True,
-             (allred_trace_event){.bytes = bytes, .grouped = 1, .name = args[3]});
+  return reduce_group(self, args[0], args[1], &header, 0, count > 5 && args[5] == Py_True, args[3]);
+}
+
+PyObject *allred_segment_step_allreduce(Segment *self, PyObject *const *args, Py_ssize_t count) {
+  if (count != 8 || !PyList_Check(args[0]))
+    return PyErr_Format(PyExc_TypeError,
+                        "step_allreduce(arrays: list, op, name, wire, checks_finite, agreed, window, samples)");
+  allred_header header = {.kind = ALLRED_KIND_STEP_ALLREDUCE, .dtype = 255, .root = -1};
+  const uint64_t agreed = PyLong_AsUnsignedLongLong(args[5]), window = PyLong_AsUnsignedLongLong(args[6]);
+  header.note = PyLong_AsUnsignedLongLong(args[7]);
+  if (PyErr_Occurred()) return NULL;
+  if (!read_options(self, args + 1, 3, &header)) Py_RETURN_NONE;
+  return reduce_group(self, args[0], args[0], &header, allred_mix(agreed, window), args[4] == Py_True, args[2]);
 }

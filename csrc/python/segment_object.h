@@ -57,6 +57,8 @@ struct allred_segment_object {
   char **arena_base; /* their addresses */
   int open, locked, variant, pid;
   uint32_t nonfinite;               /* as in allred_operation, of the last operation of the fast path */
+  uint64_t samples;                 /* likewise */
+  int64_t waited_ns;                /* for the headers of the other ranks, in the last step of the fast path */
   unsigned long finishing_thread;   /* the thread that must complete what its fast path began, or 0 */
   const volatile char *own_process; /* a page that reads 0 in a forked child */
   Operation *spare;                 /* reused by the fast path; NULL if an unfinished call has taken it */
@@ -136,5 +138,6 @@ PyObject *allred_segment_get_outside(Segment *self, void *unused);
 PyObject *allred_segment_get_lost_host(Segment *self, void *unused);
 PyObject *allred_segment_allreduce(Segment *self, PyObject *const *args, Py_ssize_t count);
 PyObject *allred_segment_grouped_allreduce(Segment *self, PyObject *const *args, Py_ssize_t count);
+PyObject *allred_segment_step_allreduce(Segment *self, PyObject *const *args, Py_ssize_t count);
 
 #endif

@@ -24,6 +24,10 @@ static PyObject *get_sent(Segment *self, void *unused) { return PyLong_FromUnsig
 
 static PyObject *get_nonfinite(Segment *self, void *unused) { return PyLong_FromLong((long)self->nonfinite - 1); }
 
+static PyObject *get_waited_ns(Segment *self, void *unused) { return PyLong_FromLongLong(self->waited_ns); }
+
+static PyObject *get_samples(Segment *self, void *unused) { return PyLong_FromUnsignedLongLong(self->samples); }
+
 static PyObject *get_read_in_place(Segment *self, void *unused) {
   return PyLong_FromUnsignedLongLong(self->segment.read_in_place);
 }
@@ -261,6 +265,7 @@ static PyMethodDef methods[] = {
     METHOD("allreduce", allred_segment_allreduce, METH_FASTCALL,
            "Reduce by the fast path: True if done, an Operation if begun, None if the fast path is not possible."),
     METHOD("grouped_allreduce", allred_segment_grouped_allreduce, METH_FASTCALL, "The same for lists of arrays."),
+    METHOD("step_allreduce", allred_segment_step_allreduce, METH_FASTCALL, "The same for the gradients of a step."),
     METHOD("begin_exchange", begin_exchange, METH_VARARGS, "Begin a barrier."),
     METHOD("begin_allreduce", begin_allreduce, METH_VARARGS, "Begin an allreduce."),
     METHOD("begin_allgather", allred_segment_begin_allgather, METH_VARARGS, "Begin an allgather."),
@@ -288,6 +293,8 @@ static PyGetSetDef attributes[] = {
     ATTRIBUTE("number", get_number, "number of the last operation that was begun, from 1"),
     ATTRIBUTE("sent", get_sent, "bytes that this rank has written for allreduces"),
     ATTRIBUTE("nonfinite", get_nonfinite, "position of the first array that was not finite, or -1"),
+    ATTRIBUTE("samples", get_samples, "samples of all ranks in the last step"),
+    ATTRIBUTE("waited_ns", get_waited_ns, "for the headers of other ranks in the last step"),
     ATTRIBUTE("in_place", get_in_place, "bytes of arrays of this rank that were reduced in place"),
     ATTRIBUTE("read_in_place", get_read_in_place, "bytes that this rank has read from arenas, except by allreduces"),
     ATTRIBUTE("outside", allred_segment_get_outside, "by rank: (arrays, bytes) that its arena lacked"),

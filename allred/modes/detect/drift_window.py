@@ -31,13 +31,18 @@ class DriftWindow:
         leaves, values: the parameters and their gradients. A parameter without a gradient on this rank is left out: it
         may differ between ranks. plain: whether all gradients are present.
         """
+        starts = self.starts(plan)
+        if plain and (found := native.hash_window(leaves, starts, step)) is not None:
+            return found
+        return self._hash(step, leaves, values)
+
+    def starts(self, plan: Plan) -> bytes:
+        """Return the number of elements before each parameter, int64."""
         if plan is not self._plan:
             self._plan = plan
             self._starts = np.cumsum([0, *(tensor.elements for tensor in plan.tensors)])
             self._starts_as_bytes = self._starts.tobytes()
-        if plain and (found := native.hash_window(leaves, self._starts_as_bytes, step)) is not None:
-            return found
-        return self._hash(step, leaves, values)
+        return self._starts_as_bytes
 
     def _hash(self, step: int, leaves: list[Any], values: Sequence[Any]) -> int:
         """As `native.hash_window`, for parameters of any layout, some of them without a gradient."""

@@ -29,6 +29,7 @@ _CHECK = 4  # a comparison of parameters and gradients
 _BATCHES = 8  # a comparison of the arguments of its batches, which have not been compared yet
 DEFERRED = 16  # a check of the results by the reduction, instead of a scan: this rank has not scanned its gradients
 PREPARED = 32  # a reduction without another header exchange: its gradients are on a GPU, and can be reduced as they are
+PLAIN = 64  # nothing: its gradients are plain (StepInput), so the next step may be a `SteadyStep`
 _FIRST = 3  # steps that are always checked
 _BITS = 32  # of the hash of gradients
 
@@ -46,7 +47,7 @@ class MistakeChecks:
         self._duplicates = DuplicateBatch(title)
         self._batches = BatchArguments(title)
         self._window = drift_window.DriftWindow()
-        self._compares = False  # whether the ranks compare parameters in the current step
+        self.compares = False  # whether the ranks compare parameters in the current step
         self.samples: int | None = None  # of the current step on this rank
         self._found: dict[str, str] = {}  # gradients of the current step that are not finite, in `scan_bucket`
         self.steps = 0  # completed negotiations, those of the root after a broadcast
@@ -61,9 +62,9 @@ class MistakeChecks:
         self.samples, self._found = samples, {}
         here, step = world.current(), self.steps + 1
         every = here.config.check_steps if here.communicator.size > 1 else 0
-        self._compares = bool(every) and self._optimizer is not None
+        self.compares = bool(every) and self._optimizer is not None
         due = every and (step <= _FIRST or step % every == 0 or (self._updates and self._updates.outside()))
-        return _CHECK * bool(due) | _BATCHES * self._batches.new(step)
+        return _CHECK * bool(due) | _BATCHES * (here.iterations is not None and self._batches.new(step))
 
     @property
     def can_defer_scan(self) -> bool:
@@ -86,7 +87,7 @@ class MistakeChecks:
 
     def window(self, plan: Plan, given: StepInput, values: list[Any]) -> int:
         """Return the hash of the parameters that the ranks compare in this step; 0 if they compare none."""
-        return self._window.hash(self.steps, plan, given.leaves, values, given.plain) if self._compares else 0
+        return self._window.hash(self.steps, plan, given.leaves, values, given.plain) if self.compares else 0
 
     def passes(self, flags: list[int], windows: list[int], plan: Plan, values: Sequence[Any], params: Any) -> bool:
         """Make the requested comparisons before the reduction. Return whether the gradients are used. flags: of all
@@ -114,6 +115,19 @@ class MistakeChecks:
         if any(flag & finite.LARGE for flag in flags) and (problem := finite.overflow(plan, values, self._compression)):
             return self._refuse(problem)
         return True
+
+    def passes_steady(self, plan: Plan, values: Sequence[Any], nonfinite: int) -> bool:
+        """As `passes` and `passes_reduced`, for a `SteadyStep`. nonfinite: the index of a result that is not finite; -1
+        if there is none."""
+        self.steps += 1
+        if nonfinite < 0:
+            _averaged.clear()
+            return True
+        return self.passes_reduced([], plan, values, nonfinite)
+
+    def window_starts(self, plan: Plan) -> bytes:
+        """Return the number of elements before each parameter, for `native.hash_window`."""
+        return self._window.starts(plan)
 
     def passes_overlapped(
         self,
@@ -269,8 +283,7 @@ class Updates:
 
     def outside(self) -> int:
         """Return the number of updates since the last step of a wrapper; negative if the counter was set back."""
-        count = _count(self.optimizer)
-        return 0 if count is None or self.known is None else count - self.known
+        return 0 if self.known is None else (_count(self.optimizer) or 0) - self.known
 
     def stepped(self, wrapper: object, title: str) -> None:
         self.known = _count(self.optimizer)
