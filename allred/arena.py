@@ -1,8 +1,8 @@
 """The arena of this process: shared memory for arrays, which the other ranks of the node map (csrc/arena.h).
 
 It is made at its first use after `init`, once per process, and never closed: arrays may outlive `shutdown`. It serves
-the arrays of `empty` and `empty_like`, and arrays of the sizes in `learn` in contexts that have its handler (`attach`).
-If it cannot serve an array, numpy allocates it as usual.
+the arrays of `empty` and `empty_like`, and arrays of the sizes in `learn` in contexts that have its handler
+(`native.arena_attach`). If it cannot serve an array, numpy allocates it as usual.
 """
 
 import contextlib
@@ -153,18 +153,12 @@ def learn(sizes: Iterable[int]) -> None:
     if new:
         _learned.update(new)
         _serve()
-        attach()
+        arena_attach()
 
 
 def _serve() -> None:
     if _learned and memory() is not None:
         arena_serve_sizes(sorted(_learned, reverse=True)[:MAX_SIZES])
-
-
-def attach() -> None:
-    """Let numpy allocate arrays of the learned sizes in the arena, in this context: threads have their own."""
-    if _learned and _memory is not None:
-        arena_attach()
 
 
 @contextlib.contextmanager

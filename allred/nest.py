@@ -47,11 +47,12 @@ def _walk(tree: Any, path: str, found: list[Leaf]) -> None:
 
 # The structure of a nest: None for a leaf, else (class, keys of a dict or None, structures of the children).
 Structure = tuple[type, tuple[Any, ...] | None, tuple[Any, ...]] | None
+NO_STRUCTURE: Structure = object, None, ()  # that of no nest
 
 
 def structure(tree: Any) -> Structure:
     """Return the structure of a nest, by which native.leaves_of finds the leaves of another nest, in the order of
-    `leaves`. None for a leaf, and for a nest that has other classes than dict, list and tuple.
+    `leaves`. NO_STRUCTURE for a nest that has other classes than dict, list and tuple.
 
     >>> structure({"b": [1.0, None], "a": 2.0})
     (<class 'dict'>, ('a', 'b'), (None, (<class 'list'>, None, (None, None))))
@@ -59,7 +60,7 @@ def structure(tree: Any) -> Structure:
     try:
         return _structure(tree)
     except (TypeError, RecursionError):
-        return None
+        return NO_STRUCTURE
 
 
 def _structure(tree: Any) -> Structure:

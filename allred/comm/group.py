@@ -70,13 +70,14 @@ class Group:
 
     @property
     def in_place_bytes(self) -> int:
-        """See Backend.in_place_bytes."""
-        return self.backend.in_place_bytes
+        """Bytes of `sent_bytes` that were reduced in place."""
+        return self.backend.traffic.in_place
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank has contributed to allreduces so far; see Backend.sent_bytes."""
-        return self.backend.sent_bytes + (0 if self.devices is None else self.devices.sent_bytes)
+        """Bytes that this rank has contributed to allreduces so far; see Traffic."""
+        traffic = self.backend.traffic
+        return traffic.sent + traffic.in_place + (0 if self.devices is None else self.devices.sent_bytes)
 
     @contextlib.contextmanager
     def at_any_place(self) -> Iterator[None]:
@@ -227,7 +228,7 @@ class Group:
         if header.repeats_step(descriptors):
             if descriptor.kind == "step_allreduce":
                 return self, []
-            self.queue.advancing.begin_again()
+            self.queue.begin_again()
             return (yield from self.agree(descriptor))
         if self.make_subgroup is None or any(each.kind == "shutdown" for each in descriptors):
             raise header.verdict(descriptors, self.ranks)

@@ -15,8 +15,8 @@ descriptors, and `verdict` makes one error of these, with the same text on all r
     32  count      u64   elements of an allreduce
     40  place      u64   hash of the line of the program, with ALLRED_CHECK=full; else 0
     48  rows       u64   first dimension on this rank (allgather); may differ
-    56  note       u64   a number that the operation sends to all ranks, such as the weight, a float64, or the samples of a
-                         step; may differ
+    56  note       u64   a number that the operation sends to all ranks, such as the weight, a float64, or the number of
+                         samples of a step_allreduce; may differ
 
 The fast path of backend shm makes the same bytes in C (csrc/header.h).
 """

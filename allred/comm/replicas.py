@@ -48,9 +48,10 @@ class Replica:
 
     def __init__(self, owner: Owner) -> None:
         self._owner = weakref.ref(owner)
-        self._steps = 0
-        self._tensors: list[Tensor] = []  # of the last step
-        self._leaves: list[Any] = []  # its parameters
+        self.steps = 0
+        self.tensors: list[Tensor] = []  # of the last step
+        self.leaves: list[Any] = []  # its parameters
+        self.communicator: Communicator | None = None  # of the last step
         self._trained: dict[str, Any] = {}  # parameters of the last broadcast and of steps with other tensors, by name
         self._replicas: weakref.WeakSet[Replica] | None = None  # of the world in which it began
         self._number: int | None = None
@@ -61,26 +62,27 @@ class Replica:
             return communicator.operations
         return self._number
 
-    def stepped(self, communicator: Communicator, steps: int, tensors: list[Tensor], leaves: list[Any]) -> None:
-        """Note the parameters of a step, at its end. steps: their number so far."""
+    def begin_steps(self, communicator: Communicator, tensors: list[Tensor]) -> None:
+        """Call at the end of a step with other tensors, or of another communicator, than the step before. The caller
+        then sets `steps` and `leaves`, as at the end of each step."""
         if self._replicas is not world.current().replicas:
             self._begin(communicator.operations)
-        if tensors is not self._tensors and tensors != self._tensors:
+        if tensors != self.tensors:
             self._trained = self._all_trained()
-        self._steps, self._tensors, self._leaves = steps, tensors, leaves
+        self.communicator, self.tensors = communicator, tensors
 
     def copied(self, number: int, steps: int, params: Any) -> None:
         """Note the parameters of a broadcast. number, steps: those of the root."""
         self._begin(number)
-        self._steps, self._tensors, self._leaves, self._trained = steps, [], [], dict(nest.leaves(params))
+        self.steps, self.tensors, self.leaves, self._trained = steps, [], [], dict(nest.leaves(params))
 
     def _begin(self, number: int) -> None:
         self._replicas, self._number = world.current().replicas, number
         self._replicas.add(self)
 
     def _all_trained(self) -> dict[str, Any]:
-        names = [tensor.name for tensor in self._tensors]
-        return self._trained | dict(zip(names, self._leaves, strict=True))
+        names = [tensor.name for tensor in self.tensors]
+        return self._trained | dict(zip(names, self.leaves, strict=True))
 
     def state(self) -> "_State | None":
         """Return what `refresh` needs; None if the optimizer was discarded."""
@@ -92,7 +94,7 @@ class Replica:
         except InputError:  # its torch optimizer was discarded
             return None
         lines = [f"{name} {tuple(leaf.shape)} {leaf.dtype}" for name, leaf in nest.leaves(params)]
-        return _State(owner, number, params, Version(owner.name, self._steps, hash_text(" ".join(lines))))
+        return _State(owner, number, params, Version(owner.name, self.steps, hash_text(" ".join(lines))))
 
 
 class _State(NamedTuple):

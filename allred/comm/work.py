@@ -208,11 +208,6 @@ class Work(Generic[T]):
             self._queue.poison(f"{self.title} was cut short by {reason}")
             raise
 
-    def begin_again(self) -> None:
-        """Let the operation begin again, with another header exchange. Only if it was started last."""
-        self._queue.engine.on_complete(self._first)
-        self._first = None
-
     def _finish(self, result: T | None, error: Exception | None = None) -> None:
         self._result, self._error, self._finished = result, error, True
         if self.turn is not None:
@@ -262,6 +257,12 @@ class WorkQueue:
             if work._finished or not self.engine.has_progress_thread or len(self._works) > _MAX_UNCHECKED:
                 self._progress(work)
         return work
+
+    def begin_again(self) -> None:
+        """Let the running operation begin again, with another header exchange. Only if it was started last."""
+        assert self.advancing is not None
+        self.engine.on_complete(self.advancing._first)
+        self.advancing._first = None
 
     def started_later(self, work: Work[Any], count: int) -> list[str]:
         """Return the titles of up to `count` operations that were started after `work`."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from allred import arrays
-from allred.comm import functions
+from allred.comm.communicator import Communicator
 from allred.comm.ops import ReduceOp
 from allred.errors import InputError, NonFiniteError
 from allred.fusion import Tensor
@@ -157,9 +157,9 @@ class Clipper:
         odd = next((tensor for tensor in tensors if not arrays.is_float(tensor.dtype)), None) if self.active else None
         return f"the gradient of {odd} cannot be scaled: it would be rounded; cast it" if odd else ""
 
-    def clip_reduced(self, grads: list[Any]) -> list[Any]:
+    def clip_reduced(self, communicator: Communicator, grads: list[Any]) -> list[Any]:
         """Scale reduced gradients, equal on all ranks, in place; 16-bit gradients that are unscaled give new arrays."""
-        return self._scaled(grads, _norm_of_all(grads) if self.limit is not None else 0.0, in_place=True)
+        return self._scaled(grads, _norm_of_all(communicator, grads) if self.limit is not None else 0.0, in_place=True)
 
     def clip_local(self, grads: list[Any]) -> list[Any]:
         here = [(grad, 0, _count(grad)) for grad in grads if grad is not None and self.limit is not None]
@@ -197,24 +197,24 @@ class UpdateClipper(Clipper):
     """The clipper of a hooked torch optimizer: it unscales gradients after each reduction, and clips them before the
     update, because in between other backward passes may add to them and torch's GradScaler may unscale them."""
 
-    def clip_reduced(self, grads: list[Any]) -> list[Any]:
+    def clip_reduced(self, communicator: Communicator, grads: list[Any]) -> list[Any]:
         """Unscale reduced gradients."""
         return self._multiplied(grads, self._unscale_factor(), in_place=True)
 
-    def clip_for_update(self, grads: list[Any], divisor: float) -> None:
+    def clip_for_update(self, communicator: Communicator, grads: list[Any], divisor: float) -> None:
         """Clip gradients, equal on all ranks, in place. Collective. divisor: the update divides the gradients by it;
         the limit is that of the quotients."""
-        self.norm = _norm_of_all(grads) / divisor
+        self.norm = _norm_of_all(communicator, grads) / divisor
         if (factor := self._clip_factor()) != 1.0:
             for grad in grads:
                 wide = arrays.accumulator(shape_and_dtype(grad)[1])
                 compute(np.multiply, grad, factor, wide=wide, out=grad)
 
 
-def _norm_of_all(grads: Sequence[Any]) -> float:
+def _norm_of_all(communicator: Communicator, grads: Sequence[Any]) -> float:
     """Return the norm of gradients that are equal on all ranks; the result has the same bits on all. Collective."""
     here = [(grad, _count(grad)) for grad in grads if grad is not None]
-    active = functions.current().active  # the ranks of the last reduction
+    active = communicator.active  # the ranks of the last reduction
     shares = arrays.split_sizes(sum(count for _, count in here), active.size)
     start, at = sum(shares[: active.rank]), 0
     stop = start + shares[active.rank]
@@ -224,7 +224,8 @@ def _norm_of_all(grads: Sequence[Any]) -> float:
         if low < high:
             mine.append((grad, low, high))
         at += count
-    return math.sqrt(functions.allreduce(np.array(squares(mine)), ReduceOp.SUM, "norm of the gradients"))
+    total = communicator.allreduce_blocking(np.array(squares(mine)), False, ReduceOp.SUM, "norm of the gradients")
+    return math.sqrt(total)
 
 
 def _count(grad: Any) -> int:

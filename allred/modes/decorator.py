@@ -11,6 +11,7 @@ from typing import Any
 
 from allred import nest
 from allred.comm import functions
+from allred.comm.communicator import Communicator
 from allred.comm.ops import Compression, ReduceOp
 from allred.comm.process_set import ProcessSet
 from allred.data.loader import claim_samples
@@ -153,7 +154,8 @@ def _wrap_function(function: Callable[..., Any], options: StepOptions) -> Callab
         result = function(*args, **kwargs)
         *others, grads = result if isinstance(result, tuple) and result else (result,)
         with functions.within(options.process_set):
-            mean = reduce_gradients(reducer, checks, _step_input(grads), title)
+            communicator = functions.current()
+            mean = reduce_gradients(communicator, reducer, checks, _step_input(communicator, grads), title)
         assert mean is not None  # no step is skipped
         averages = nest.rebuild(grads, mean)
         return (*others, averages) if isinstance(result, tuple) and result else averages
@@ -162,7 +164,7 @@ def _wrap_function(function: Callable[..., Any], options: StepOptions) -> Callab
     return averaged
 
 
-def _step_input(grads: Any) -> StepInput:
+def _step_input(communicator: Communicator, grads: Any) -> StepInput:
     named: list[nest.Leaf] = []
     problem, samples = "", None
     try:
@@ -171,7 +173,9 @@ def _step_input(grads: Any) -> StepInput:
         samples = claim_samples()
     except InputError as error:
         tensors, problem = [], str(error)
-    return StepInput(None, grads, tensors, [], [value for _, value in named], samples, problem, plain=False)
+    return StepInput(
+        communicator, None, grads, tensors, [], [value for _, value in named], samples, problem, plain=False
+    )
 
 
 def _steps(target: Any) -> bool:

@@ -30,7 +30,7 @@ class Matcher:
         self._title = title
         self._warned_float64 = False
         self._tensors: list[Tensor] = []  # of the last step; [] if the next one must take the slow path
-        self._structure: nest.Structure = None  # of its parameters and gradients
+        self._structure = nest.NO_STRUCTURE  # of its parameters and gradients
         self._on_gpu: list[Any] | None = None  # its layouts, if it was on a GPU
 
     def match(self, params: Any, grads: Any) -> Matched:
@@ -46,8 +46,8 @@ class Matcher:
         if not self._warned_float64 and not problem:
             self._warn_float64(tensors, leaves, values)
         self._tensors = []
-        self._structure = None if problem else nest.structure(params)
-        if self._structure is None or native.leaves_of(self._structure, grads) is None:
+        self._structure = nest.NO_STRUCTURE if problem else nest.structure(params)
+        if native.leaves_of(self._structure, grads) is None:
             return matched
         plain = native.match(tensors, leaves, values)
         self._on_gpu = None if plain else _layouts(leaves, values)

@@ -26,16 +26,13 @@ class NotInPlace:
         self._outside: list[tuple[int, int]] = []  # Backend.outside before the step
         self._in_place_bytes = 0  # of the communicator, before the step
 
-    def begin(self, step: int, communicator: Communicator) -> None:
-        """Call before the gradients of a step are reduced; the first step is 1."""
-        if not step & (step - 1):
-            self._outside = communicator.backend.outside
-            self._in_place_bytes = communicator.in_place_bytes
+    def begin(self, communicator: Communicator) -> None:
+        """Call before the gradients of an examined step are reduced."""
+        self._outside = communicator.backend.outside
+        self._in_place_bytes = communicator.in_place_bytes
 
     def end(self, step: int, gradients: Iterable[Any], communicator: Communicator) -> None:
-        """Call after the gradients of a step were reduced."""
-        if step & (step - 1):
-            return
+        """Call after the gradients of an examined step were reduced."""
         self._step, self._found = step, {}
         if arena.refusal():
             return

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
-from allred import log, nest
+from allred import log, nest, world
 from allred.comm import functions
 from allred.comm.header import hash_text
 from allred.comm.ops import Compression, ReduceOp
@@ -29,6 +29,7 @@ from allred.modes.sync import SyncMode, has_state
 from allred.optim.base import optimizer_kind
 from allred.ps import context
 from allred.ps.protocol import Statistics
+from allred.timeline import recorder
 from allred.timeline.recorder import span
 
 _SCALER, _EXTRA = "the optimizer's scaler", "what else there is"  # keys in checkpoints, which exist: keep them
@@ -81,7 +82,6 @@ class DistributedOptimizer:
             raise TypeError(f"DistributedOptimizer takes an object with step(params, grads), got {optimizer!r}")
         self._options = self._make_options(op=op, **options)
         self.optimizer, self.name, self.process_set = optimizer, self._options.name, self._options.process_set
-        self._step_within = functions.within(self.process_set)
         self._accumulator = Accumulator(self._options.accumulate)
         self._clipper = Clipper(self._options.clip_norm, self._options.scaler, self.name)
         self._matcher = Matcher(self._options.title)
@@ -175,7 +175,8 @@ class DistributedOptimizer:
 
     def _step(self, params: Any, grads: Any, samples: int | None, refusal: str = "") -> None:
         """As `step`. refusal: why this rank's gradients cannot be used."""
-        mode = self._get_mode()
+        mode, own = self._get_mode(), self.process_set
+        communicator = world.current().communicator if own is None else functions.current(own)
         tensors, leaves, values, problem, plain = self._matcher.match(params, grads)
         problem = refusal or problem
         try:
@@ -189,16 +190,21 @@ class DistributedOptimizer:
             if not problem:
                 values, samples = self._accumulator.take()
                 grads, tensors, plain = nest.rebuild(grads, values), list(tensors), False
-        if self._clipper.active and not problem:
-            problem = self._clipper.check(tensors)
+        clipper = self._clipper
+        if not problem and (clipper.limit is not None or clipper.scaler is not None):
+            problem = clipper.check(tensors)
         if problem:  # the other ranks receive it in the header exchange
             tensors, leaves, values, samples, plain = [], [], [], None, False
             self._accumulator.clear()
         try:
-            with span("step", self.name), self._step_within:
-                mode.step(_new_input((params, grads, tensors, leaves, values, samples, problem, plain)))
+            given = _new_input((communicator, params, grads, tensors, leaves, values, samples, problem, plain))
+            if own is None and recorder.current is None:
+                mode.step(given)
+            else:
+                with span("step", self.name), functions.within(own):  # a custom optimizer may call collectives
+                    mode.step(given)
         except (InputError, MismatchError, NonFiniteError) as error:
-            functions.current(self.process_set).queue.record_error(error)
+            communicator.queue.record_error(error)
             raise
 
     def reduce(self, name: str, grad: Any, samples: int | None = None) -> None:
@@ -231,7 +237,7 @@ class DistributedOptimizer:
             )
         mode = self._get_mode()
         with functions.within(self.process_set):
-            mode.reduce(name, grad, self._samples.of_reduce(samples))
+            mode.reduce(functions.current(), name, grad, self._samples.of_reduce(samples))
 
     def broadcast(self, params: Any, root: int | None = None) -> None:
         """Copy the parameters of the root to all ranks, in place, with its optimizer state and scaler. Collective.

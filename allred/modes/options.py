@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 from allred import nest
+from allred.comm.communicator import Communicator
 from allred.comm.ops import Compression, ReduceOp
 from allred.comm.process_set import ProcessSet
 from allred.config import choices, parse_bytes
@@ -148,6 +149,7 @@ def _describe(optimizer: Any) -> str:
 class StepInput(NamedTuple):
     """The arguments of one step, matched and checked on this rank. All lists are in the order of the nest.
 
+    communicator: of the optimizer's ranks.
     tensors: name, shape and dtype of each gradient. The same list object as in the step before means that nothing in
         it has changed, and that `plain` is true.
     leaves, values: the parameters and gradients. samples: of how many samples the gradients are the mean; None if
@@ -155,6 +157,7 @@ class StepInput(NamedTuple):
     plain: whether all gradients are present, on the host and contiguous.
     """
 
+    communicator: Communicator
     params: Any
     grads: Any
     tensors: list[Tensor]
@@ -236,7 +239,7 @@ class Mode(SessionSupport):
         """Return a function that writes a checkpoint of this moment into a directory, and returns its path. extra: an
         object to pickle into the checkpoint. copy: whether the function is called after later steps."""
 
-    def reduce(self, name: str, grad: Any, samples: int | None) -> None: ...
+    def reduce(self, communicator: Communicator, name: str, grad: Any, samples: int | None) -> None: ...
     @abstractmethod
     def share(self, params: Any) -> Any: ...
     def pull(self, params: Any) -> None: ...

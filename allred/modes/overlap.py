@@ -42,10 +42,10 @@ from allred.modes.clipping import Clipper
 from allred.modes.detect.mistake_checks import MistakeChecks
 from allred.modes.options import StepInput
 from allred.modes.reducer import Reducer, takes_gpu, tensor_of, writable
+from allred.modes.step_header import MISSING, NEEDS_ALL, StepHeader
 from allred.timeline.recorder import span
 
 _COMPUTING_SHARE = 0.5  # of the elapsed time: a thread that computes or waits for a core for longer is computing
-_NEEDS_ALL = 1  # flag of the opening: this rank needs all gradients before any is changed
 _DEVICES = ("the host", "a GPU")
 
 
@@ -105,17 +105,18 @@ class Overlap:
     def has_order(self) -> bool:
         return self._ordered is not None
 
-    def agree_on_order(self, tensors: Sequence[Tensor], values: Sequence[Any], params: Sequence[Any]) -> None:
-        """Adopt the order in which gradients became ready on the first rank. Collective. values: the gradients, or
-        their means. params: the parameters; a gradient that is missing is expected where its parameter is."""
+    def agree_on_order(self, given: StepInput, values: Sequence[Any]) -> None:
+        """Adopt the order in which gradients became ready on the first rank. Collective. given: of
+        the first step. values: its gradients, or their means. A missing gradient is expected where its parameter is."""
+        communicator, tensors, params = given.communicator, given.tensors, given.leaves
         positions = {tensor.name: index for index, tensor in enumerate(tensors)}
         order = [positions[name] for name in self._given]
         order += [index for index in reversed(range(len(tensors))) if index not in order]
         like = next(filter(gpu.is_device, [*values, *params]), None)
         places = [param if value is None else value for value, param in zip(values, params, strict=True)]
         on_gpu = list(map(gpu.is_device, places))
-        first, title = functions.current().active.ranks[0], f"{self._title}: the order of early gradients"
-        order, self._on_gpu = functions.broadcast_object((order, on_gpu), first, title)
+        first, title = communicator.active.ranks[0], f"{self._title}: the order of early gradients"
+        order, self._on_gpu = communicator.broadcast_object((order, on_gpu), first, title).wait()
         self._like = gpu.zeros(like, (0,), np.dtype(np.float32))
         self._tensors, self._positions, self._params = list(tensors), positions, params
         limit = self._reducer.bucket_bytes
@@ -129,26 +130,26 @@ class Overlap:
 
     # In opt.reduce().
 
-    def add(self, name: str, grad: Any, samples: int | None) -> None:
+    def add(self, communicator: Communicator, name: str, grad: Any, samples: int | None) -> None:
         """Take a gradient of the next step and send the buckets that are complete. A mistake is raised in step()."""
         if name in self._given:
             self._problem = self._problem or f"reduce({name!r}) was called twice for one step; call step() after each"
             return
         if not self.has_begun:
-            self._communicator = functions.current()
-            self._communicator.unfinished[self] = f"reduce({name!r}) has begun a step; call {self._title} before"
+            self._communicator = communicator
+            communicator.unfinished[self] = f"reduce({name!r}) has begun a step; call {self._title} before"
             self._begun = threading.get_ident(), time.perf_counter(), processors.runnable_s()
             self._sends_early = self._should_send_early()
             if self._sends_early:
-                functions.enable_progress(self._communicator)
+                functions.enable_progress(communicator)
         self._given[name] = grad
         self._order_streams([grad])
         if not self.has_order or not self._sends_early:
             return
         if self._opening is None:
-            self._open(samples)
+            self._open(communicator, samples)
         self._problem = self._problem or self._accept(name, grad)
-        self._advance()
+        self._advance(communicator)
 
     def _should_send_early(self) -> bool:
         """Return whether reduce() sends gradients in this step."""
@@ -181,44 +182,45 @@ class Overlap:
         name = self._tensors[index].name
         return f"the gradient '{name}' is on {_DEVICES[here]}, and was on {_DEVICES[before]} when the order was set"
 
-    def _open(self, samples: int | None) -> None:
+    def _open(self, communicator: Communicator, samples: int | None) -> None:
         assert self._ordered is not None
-        flags = _NEEDS_ALL * bool(self._checks.requests(samples))
+        flags = NEEDS_ALL * bool(self._checks.requests(communicator, samples))
         title = f"{self._title}: the order of the gradients"
         lines, settings = self._ordered.lines, self._clipper.settings
-        self._opening = self._reducer.start_negotiation(title, lines, settings, samples, flags)
+        self._opening = self._reducer.start_negotiation(
+            communicator, title, lines, settings, StepHeader(samples, flags)
+        )
 
-    def _advance(self) -> None:
+    def _advance(self, communicator: Communicator) -> None:
         assert self._opening is not None
         try:
             if self._needs_all is None and not self._opening.done():
                 return
-            needs_all = self._complete_opening()
+            needs_all = self._complete_opening(communicator)
         except AllredError:  # on all ranks; raised in step()
             return
         while not needs_all and len(self._sent) < len(self._buckets):
             if not all(index in self._ready for index in self._buckets[len(self._sent)][0]):
                 break
-            self._send()
+            self._send(communicator)
         if self._sent and any(self._on_gpu):  # C makes progress on the host only
-            functions.current().queue.progress(self._sent[-1][0])
+            communicator.queue.progress(self._sent[-1][0])
 
-    def _complete_opening(self) -> bool:
+    def _complete_opening(self, communicator: Communicator) -> bool:
         """Wait for the opening. Return whether a rank needs all gradients before any is changed."""
         assert self._opening is not None
         if self._needs_all is None:
             with span("negotiate", self._title):
-                agreement = self._reducer.agreement(self._opening.wait())
+                agreement = self._reducer.agreement(communicator, self._opening.wait())
             self._weight = agreement.weight
-            self._needs_all = any(flag & _NEEDS_ALL for flag in agreement.flags)
-            communicator = functions.current()
+            self._needs_all = agreement.any(NEEDS_ALL)
             counts_equally = agreement.weight is None and communicator.active.size == communicator.size
-            host = all(self._on_gpu) or self._reducer.checks_finite
-            device = not any(self._on_gpu) or self._reducer.checks_finite_on_gpu
+            host = all(self._on_gpu) or self._reducer.checks_finite(communicator)
+            device = not any(self._on_gpu) or self._reducer.checks_finite_on_gpu(communicator)
             self._checks_results = counts_equally and host and device and self._checks.policy != "ignore"
         return self._needs_all
 
-    def _send(self) -> None:
+    def _send(self, communicator: Communicator) -> None:
         number = len(self._sent)
         indices, bucket = self._buckets[number]
         targets = [self._ready[index] for index in indices]
@@ -226,7 +228,8 @@ class Overlap:
         name = f"{self._title}: early bucket {number} of {len(self._buckets)}"
         if not self._checks_results:
             self._flags |= self._checks.scan_bucket(bucket, targets)
-        self._sent.append((self._reducer.start(targets, self._weight, name, self._checks_results), targets))
+        work = self._reducer.start(communicator, targets, self._weight, name, self._checks_results)
+        self._sent.append((work, targets))
 
     def _order_streams(self, grads: Sequence[Any]) -> None:
         """Make the stream of each gradient wait for the stream of the one before it. Gradients of one bucket may be
@@ -284,11 +287,11 @@ class Overlap:
                 return f"'{first}' and '{second}' share memory, which reduce() changes for both; pass a copy of one"
         return ""
 
-    def needs_all_gradients(self, samples: int | None) -> bool:
+    def needs_all_gradients(self, communicator: Communicator, samples: int | None) -> bool:
         """Complete the opening. Return whether a rank needs all gradients before any is changed. Collective."""
         if self._opening is None:
-            self._open(samples)
-        return self._complete_opening()
+            self._open(communicator, samples)
+        return self._complete_opening(communicator)
 
     def finish(self, given: StepInput) -> list[Any] | None:
         """Send the other gradients, wait for all, and return them; None if the step is skipped."""
@@ -302,7 +305,7 @@ class Overlap:
         for index in missing:
             self._ready[index] = gpu.zeros(self._like if self._on_gpu[index] else None, *self._tensors[index][1:])
         while len(self._sent) < len(self._buckets):
-            self._send()
+            self._send(given.communicator)
         return self._close(given, missing, self._complete_buckets())
 
     def _complete_buckets(self) -> int | None:
@@ -336,13 +339,14 @@ class Overlap:
         plan = self._reducer.plan(self._tensors)
         window = 0 if given.problem else self._checks.window(plan, given, given.values)
         with span("negotiate", title):
-            agreement = self._reducer.exchange_flags(title, self._flags, bool(missing), given.problem, window)
+            own = StepHeader(flags=self._flags | MISSING * bool(missing), content_hash=window)
+            agreement = self._reducer.exchange_flags(given.communicator, title, own, given.problem)
         mean = [self._ready[index] for index in range(len(self._tensors))]
-        if agreement.any_missing:
+        if agreement.any(MISSING):
             here = [index not in missing for index in range(len(self._tensors))]
-            anywhere = self._reducer.present_anywhere(here)
+            anywhere = self._reducer.present_anywhere(given.communicator, here)
             mean = [value if present else None for value, present in zip(mean, anywhere, strict=True)]
-        passes = self._checks.passes_overlapped(agreement.flags, agreement.hashes, plan, mean, given.params, nonfinite)
+        passes = self._checks.passes_overlapped(agreement, plan, mean, given.params, nonfinite)
         return mean if passes else None
 
     def _mismatch(self, tensors: Sequence[Tensor], values: Sequence[Any]) -> str:

@@ -26,6 +26,7 @@ from allred.modes.detect.parameter_changes import ParameterChanges, remedy
 from allred.modes.match import parameter
 from allred.modes.options import Mode, StepInput, StepOptions
 from allred.modes.ps_payload import HostStaging, PushedGradients, PushedLearningRate
+from allred.native import arena_attach
 from allred.optim.base import Optimizer, load_new_state, splittable
 from allred.ps import context, protocol, shm_transport
 from allred.ps.context import Context
@@ -169,7 +170,7 @@ class PsMode(Mode):
     # Steps.
 
     def step(self, given: StepInput) -> None:
-        params, _, tensors, leaves, values, samples, problem, _ = given
+        _, params, _, tensors, leaves, values, samples, problem, _ = given
         if problem:
             raise InputError(f"{self._title}: {problem}")
         if self._finished:
@@ -178,7 +179,7 @@ class PsMode(Mode):
             )
         start, counters = time.perf_counter(), world.current().counters
         counters.begin_step()
-        arena.attach()
+        arena_attach()
         as_before, params_given = tensors is self._checked, leaves
         if not as_before:
             leaves = self._staging.host_targets(params_given)

@@ -4,14 +4,14 @@
 
 A backend that reduces a group of arrays as one stream (`fuses`) needs no buckets, and may weight them (`weighs`).
 
-In the header exchange the ranks also share how many samples their gradients are the mean of, and 14 flags. A rank whose
-gradients cannot be used says so there, and all ranks raise the same error before any gradient is changed.
+In the header exchange the ranks also share a `StepHeader`. A rank whose gradients cannot be used says so there, and all
+ranks raise the same error before any gradient is changed.
 """
 
 import functools
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -19,56 +19,31 @@ from allred import arena, arrays, native, world
 from allred.arrays import Array
 from allred.comm import functions, ops
 from allred.comm.arguments import memory_conflicts
+from allred.comm.communicator import Communicator
 from allred.comm.device_buckets import ReduceRequest
 from allred.comm.device_reduce import PreparedReduction, ReductionResult
+from allred.comm.group import Group
 from allred.comm.header import OwnFields
 from allred.comm.ops import Compression, ReduceOp
 from allred.comm.work import Work
 from allred.errors import InputError
 from allred.fusion import Plan, Tensor
 from allred.gpu import device_arrays as gpu
-from allred.modes.detect.mistake_checks import MistakeChecks
 from allred.modes.options import StepInput, StepOptions
 from allred.modes.steady_step import SteadyStep
+from allred.modes.step_header import LARGEST_SAMPLES, OVERLAPPED, Agreement, MoreFlags, StepHeader
 from allred.timeline.recorder import span
-
-# The note in a header: the number of samples in the low 47 bits, then flags.
-_SAMPLES = 2**47 - 1
-_OVERLAPPED = 2**47  # this rank has passed gradients to opt.reduce()
-_FLAGS_SHIFT, _FLAGS = 48, 2**14 - 1
-_UNCOUNTED = 2**62  # this rank does not know its number of samples
-_MISSING = 2**63  # this rank lacks a gradient
-_MORE_FLAGS_SHIFT = 10  # the position of `ReductionFlags` in the flags
-
-
-class ReductionFlags(Protocol):
-    """Four flags in the header exchange of each reduction, beside those of `MistakeChecks`."""
-
-    def flags(self) -> int:
-        """Return the flags of this rank, 0 to 15."""
-
-    def check(self, flags: list[int], ranks: Sequence[int]) -> None:
-        """Check the flags of all ranks. An error is raised on all of them. flags: by rank."""
-
-
-class Agreement(NamedTuple):
-    """The result of a header exchange; the same on all ranks, except `weight`."""
-
-    weight: float | None  # factor of this rank's gradients; None: all ranks count equally
-    flags: list[int]  # by rank
-    any_missing: bool  # whether a rank lacks a gradient
-    hashes: list[int]  # by rank: the argument `content_hash` of `start_negotiation`
 
 
 class Reducer:
-    """Averages or sums lists of gradients over the ranks of the current communicator. `title`: prefix of errors."""
+    """Averages or sums lists of gradients over the ranks of a communicator. `title`: prefix of errors."""
 
-    def __init__(self, options: StepOptions, title: str, more_flags: ReductionFlags | None = None) -> None:
+    def __init__(self, options: StepOptions, title: str, more_flags: MoreFlags | None = None) -> None:
         self._op, self._compression = options.op, options.compression
         self.weight: float | None = None  # of this rank in the last reduction, as in Agreement
         self.samples = 0  # of all ranks in the last reduction; 0 if they were not counted
         self.overlapped = False  # whether a rank had passed gradients to opt.reduce() before the last negotiation
-        self._title, self._options, self._more_flags = title, options, more_flags
+        self._title, self._options, self.more_flags = title, options, more_flags
         self._plans: dict[tuple[int, tuple[Tensor, ...]], Plan] = {}
         self._last: tuple[Sequence[Tensor], Plan] | None = None  # the list of tensors of the last plan
         self.steady: SteadyStep | None = None  # after a step that was plain on all ranks
@@ -99,37 +74,28 @@ class Reducer:
 
     def start_negotiation(
         self,
+        communicator: Communicator,
         title: str,
         lines: Sequence[str],
         settings: str,
-        samples: int | None,
-        flags: int = 0,
-        missing: bool = False,
-        overlapped: bool = False,
+        own: StepHeader,
         problem: str = "",
-        content_hash: int = 0,
     ) -> Work[list[OwnFields]]:
         """Start the header exchange of a step; pass its result to `agreement`.
 
         Arguments:
             title, lines, settings: must be the same on all ranks, like the options. lines: one per tensor.
-            samples: how many samples this rank's gradients are the mean of; None: unknown.
-            flags: 0 to 2**10 - 1. missing: whether this rank lacks a gradient.
-            overlapped: whether this rank has passed gradients to opt.reduce().
+            own: of this rank, without `more`.
             problem: why this rank's gradients cannot be used; all ranks raise it as InputError.
-            content_hash: of prepared gradients, see `prepare`; otherwise of the parameters in the `DriftWindow`. It
-                travels in the field `rows` of the header.
         """
-        flags |= 0 if self._more_flags is None else self._more_flags.flags() << _MORE_FLAGS_SHIFT
-        if samples is not None and samples > _SAMPLES:
+        samples = own.samples
+        if samples is not None and samples > LARGEST_SAMPLES:
             problem = (
                 problem or f"samples={samples} must be at most 2**47 - 1, the largest number that the ranks exchange"
             )
-        note = _UNCOUNTED if samples is None or problem else samples
-        note |= _MISSING * missing | _OVERLAPPED * overlapped | flags << _FLAGS_SHIFT
-        return functions.current().check(
-            "step", title, lines, self._agreed_settings(settings), note, problem, rows=content_hash
-        )
+        more = 0 if self.more_flags is None else self.more_flags.flags()
+        rows, note = own._replace(samples=None if problem else samples, more=more).pack()
+        return communicator.check("step", title, lines, self._agreed_settings(settings), note, problem, rows=rows)
 
     def _agreed_settings(self, settings: str) -> str:
         """Return all settings that must be the same on all ranks, as text."""
@@ -139,35 +105,38 @@ class Reducer:
             f"nonfinite={nonfinite} accumulate={self._options.accumulate} sharded={self._options.sharded} {settings}"
         ).strip()
 
-    def agreement(self, fields: list[OwnFields]) -> Agreement:
+    def agreement(self, communicator: Communicator, fields: list[OwnFields]) -> Agreement:
         """Interpret the fields of all ranks. Raises InputError on all ranks if their samples cannot be weighted, and
-        those of `ReductionFlags`."""
-        notes = [each.note for each in fields]
-        flags, any_missing = _flags_of(notes)
-        if self._more_flags is not None:
-            more = [flag >> _MORE_FLAGS_SHIFT for flag in flags]
-            self._more_flags.check(more, functions.current().active.ranks)
-        self.overlapped = any(note & _OVERLAPPED for note in notes)
-        self.weight = self._weight(notes)
-        return Agreement(self.weight, flags, any_missing, [each.rows for each in fields])
+        those of `MoreFlags`."""
+        headers = list(map(StepHeader.unpack, fields))
+        if self.more_flags is not None:
+            self.more_flags.check([each.more for each in headers], communicator.active.ranks)
+        self.weight = self._weight(communicator.active, [each.samples for each in headers])
+        agreement = Agreement(self.weight, headers)
+        self.overlapped = agreement.any(OVERLAPPED)
+        return agreement
 
     def exchange_flags(
-        self, title: str, flags: int, missing: bool, problem: str = "", content_hash: int = 0
+        self,
+        communicator: Communicator,
+        title: str,
+        own: StepHeader,
+        problem: str = "",
     ) -> Agreement:
         """As `start_negotiation` and `agreement`, without samples, settings and tensors. Collective."""
-        note = _UNCOUNTED | _MISSING * missing | flags << _FLAGS_SHIFT
-        fields = functions.current().check("step", title, note=note, problem=problem, rows=content_hash).wait()
-        return Agreement(self.weight, *_flags_of([each.note for each in fields]), [each.rows for each in fields])
+        rows, note = own.pack()
+        fields = communicator.check("step", title, note=note, problem=problem, rows=rows).wait()
+        return Agreement(self.weight, list(map(StepHeader.unpack, fields)))
 
-    def _weight(self, notes: list[int]) -> float | None:
-        active = functions.current().active
-        counted = [not note & _UNCOUNTED for note in notes]
+    def _weight(self, active: Group, numbers: list[int | None]) -> float | None:
+        """Return the weight of this rank. numbers: of samples, by rank."""
+        counted = [number is not None for number in numbers]
         if any(counted) and not all(counted):
             ranks = [rank for rank, known in zip(active.ranks, counted, strict=True) if not known]
             raise InputError(
                 f"{self._title}: ranks {ranks} give no number of samples, but the others do; pass it on all"
             )
-        samples = [note & _SAMPLES for note in notes]
+        samples = [number or 0 for number in numbers]
         self.samples = sum(samples) if all(counted) else 0
         if all(counted) and not self.samples:
             raise InputError(f"{self._title}: no rank has any samples, so there is nothing to average")
@@ -177,49 +146,45 @@ class Reducer:
             return None
         return samples[active.rank] * len(samples) / sum(samples)
 
-    def fill_missing(self, tensors: Sequence[Tensor], values: list[Any], params: Sequence[Any]) -> list[Any]:
+    def fill_missing(
+        self, communicator: Communicator, tensors: Sequence[Tensor], values: list[Any], params: Sequence[Any]
+    ) -> list[Any]:
         """Replace None by zeros where another rank has the gradient, on the GPU or host of its parameter. Collective.
         params: the parameters; empty if unknown, then as other gradients."""
-        anywhere = self.present_anywhere([value is not None for value in values])
+        anywhere = self.present_anywhere(communicator, [value is not None for value in values])
         like = params or [next(filter(gpu.is_device, values), None)] * len(values)
         return [
             gpu.zeros(other, tensor.shape, tensor.dtype) if value is None and present else value
             for tensor, value, present, other in zip(tensors, values, anywhere, like, strict=True)
         ]
 
-    def present_anywhere(self, here: list[bool]) -> list[bool]:
+    def present_anywhere(self, communicator: Communicator, here: list[bool]) -> list[bool]:
         """Return for each gradient whether any rank has it; here: whether this rank has it. Collective."""
         found = np.array(here, np.uint8)
-        return functions.allreduce_(found, ReduceOp.MAX, f"{self._title}: which ranks have which gradients").tolist()  # type: ignore[no-any-return]
+        title = f"{self._title}: which ranks have which gradients"
+        return communicator.allreduce_blocking(found, True, ReduceOp.MAX, title).tolist()  # type: ignore[no-any-return]
 
     # Steps that are like the one before.
 
     def expect_steady(
-        self, given: StepInput, title: str, settings: str, window_starts: bytes, checks_finite: bool
+        self,
+        communicator: Communicator,
+        given: StepInput,
+        title: str,
+        settings: str,
+        window_starts: bytes,
+        checks_finite: bool,
     ) -> None:
         """Let the next step be a `SteadyStep` if it is like this one. Called on all ranks, after a step that was plain
         on all of them."""
-        communicator, wire = functions.current(), self._compression.value
-        backend = communicator.backend
+        backend, wire = communicator.backend, self._compression.value
         self.steady = None
         if backend.fast_path is not None and backend.fuses and backend.begins_with_header("grouped_allreduce", wire):
             plan, lines = self.plan(given.tensors), self._agreed_settings(settings)
             self.steady = SteadyStep(
-                communicator, given, plan, title, lines, self._op, wire, checks_finite, _weighs(plan.dtypes), settings,
-                window_starts,
+                communicator, given, plan, title, lines, self._op, wire, checks_finite,
+                _weighs(communicator, plan.dtypes), settings, window_starts,
             )  # fmt: skip
-
-    def reduce_steady(self, checks: MistakeChecks, given: StepInput, settings: str) -> bool:
-        """Reduce the gradients in place if this step is like the one before on all ranks. Return whether it was.
-        Collective with `start_negotiation` on other ranks."""
-        steady = self.steady
-        more = 0 if self._more_flags is None else self._more_flags.flags()
-        if steady is None or not steady.reduce(functions.current(), checks, given, settings, more):
-            return False
-        self.samples, self.weight, self.overlapped = steady.samples, steady.weight, False
-        if self._more_flags is not None:
-            self._more_flags.check([more], ())
-        return True
 
     # Reduction.
 
@@ -228,29 +193,27 @@ class Reducer:
         """Whether a NaN or infinity in a gradient always appears in the result."""
         return self._op in (ReduceOp.AVERAGE, ReduceOp.SUM)
 
-    @property
-    def checks_finite(self) -> bool:
+    def checks_finite(self, communicator: Communicator) -> bool:
         """Whether reductions of arrays on the host can check their results, if all ranks count equally. One rank alone
         does not reduce."""
-        backend = functions.current().backend
+        backend = communicator.backend
         one_operation = backend.begins_with_header("grouped_allreduce", self._compression.value)
         return self._keeps_nonfinite and backend.checks_finite and backend.size > 1 and one_operation
 
-    @property
-    def checks_finite_on_gpu(self) -> bool:
+    def checks_finite_on_gpu(self, communicator: Communicator) -> bool:
         """As `checks_finite`, for arrays on GPUs."""
-        return self._keeps_nonfinite and functions.current().gpu is not None
+        return self._keeps_nonfinite and communicator.gpu is not None
 
-    def can_check(self, values: Sequence[Any]) -> bool:
+    def can_check(self, communicator: Communicator, values: Sequence[Any]) -> bool:
         """Whether `allreduce_` could check the results of these values, if all ranks count equally."""
         if set(map(type, values)) == {np.ndarray}:
-            return self.checks_finite
-        return self.checks_finite_on_gpu and gpu.all_on_gpu(values)
+            return self.checks_finite(communicator)
+        return self.checks_finite_on_gpu(communicator) and gpu.all_on_gpu(values)
 
-    def prepare(self, values: Sequence[Any], checks: bool) -> PreparedReduction | None:
+    def prepare(self, communicator: Communicator, values: Sequence[Any], checks: bool) -> PreparedReduction | None:
         """Prepare the reduction of gradients on GPUs, without weights, so that the header exchange of the step serves
         the reduction too. None if it needs an exchange of its own. checks: as in `allreduce_`."""
-        if (devices := functions.current().gpu) is None or not gpu.all_on_gpu(values):
+        if (devices := communicator.gpu) is None or not gpu.all_on_gpu(values):
             return None
         return devices.prepare(values, self._request(None, checks and self._keeps_nonfinite))
 
@@ -258,8 +221,8 @@ class Reducer:
         return ReduceRequest(self._op, self._title, self._compression, weight=weight, checks=checks)
 
     def allreduce_(
-        self, plan: Plan, values: list[Any], weight: float | None, checks_finite: bool = False,
-        prepared: PreparedReduction | None = None,
+        self, communicator: Communicator, plan: Plan, values: list[Any], weight: float | None,
+        checks_finite: bool = False, prepared: PreparedReduction | None = None,
     ) -> int | None:  # fmt: skip
         """Reduce writable arrays in place; None is left out.
 
@@ -268,7 +231,7 @@ class Reducer:
         have agreed on it.
         Returns the index in `values` of the first array whose result is not finite, or None.
         """
-        devices = functions.current().gpu
+        devices = communicator.gpu
         if prepared is not None:
             assert devices is not None
             return _wait_and_find_nonfinite(devices.start_prepared(prepared))
@@ -287,15 +250,17 @@ class Reducer:
             plan, values = self.plan([plan.tensors[index] for index in indices]), [values[index] for index in indices]
         if not values:
             return None
-        if not functions.current().backend.fuses or (weight is not None and not _weighs(plan.dtypes)):
-            self._allreduce_buckets(plan, values, weight)
+        if not communicator.backend.fuses or (weight is not None and not _weighs(communicator, plan.dtypes)):
+            self._allreduce_buckets(communicator, plan, values, weight)
             return None
-        self._allreduce_group(values, checks_finite, weight)
-        found = functions.current().nonfinite if checks_finite else -1
+        self._allreduce_group(communicator, values, checks_finite, weight)
+        found = communicator.nonfinite if checks_finite else -1
         return None if found < 0 else indices[found]
 
-    def _allreduce_group(self, values: list[Array], checks_finite: bool, weight: float | None) -> None:
-        communicator, queue = functions.current(), functions.current().queue
+    def _allreduce_group(
+        self, communicator: Communicator, values: list[Array], checks_finite: bool, weight: float | None
+    ) -> None:
+        queue = communicator.queue
         if communicator.size == 1 and self._compression is Compression.none and queue.track is None:
             return
         start, waited_before_s = time.perf_counter(), queue.waited_s
@@ -304,32 +269,34 @@ class Reducer:
         )
         queue.waited_s = waited_before_s + time.perf_counter() - start  # includes the copies of this rank
 
-    def _allreduce_buckets(self, plan: Plan, values: list[Array], weight: float | None) -> None:
-        buffer = functions.current().fusion_buffer
+    def _allreduce_buckets(
+        self, communicator: Communicator, plan: Plan, values: list[Array], weight: float | None
+    ) -> None:
+        buffer = communicator.fusion_buffer
         for number, bucket in enumerate(plan.buckets):
             targets = [values[i] for i in bucket.indices]
             if len(targets) == 1:
-                self._allreduce(targets[0], weight, plan.tensors[bucket.indices[0]].name)
+                self._allreduce(communicator, targets[0], weight, plan.tensors[bucket.indices[0]].name)
                 continue
             parts = [arrays.flat(target) for target in targets]
             packed_bytes = bucket.count * bucket.dtype.itemsize
             name = f"bucket {number} of {len(plan.buckets)}"
             with span("pack", name, packed_bytes):
                 packed = buffer.pack(parts, plan.largest(bucket.dtype))
-            self._allreduce(packed, weight, name)
+            self._allreduce(communicator, packed, weight, name)
             with span("unpack", name, packed_bytes):
                 buffer.unpack(parts)
                 for target, part in zip(targets, parts, strict=True):
                     arrays.copy_back(target, part)
 
-    def _allreduce(self, array: Array, weight: float | None, name: str) -> None:
+    def _allreduce(self, communicator: Communicator, array: Array, weight: float | None, name: str) -> None:
         weighted, compression = self._weighted(array, weight)
-        functions.allreduce_(weighted, self._op, name, compression)
+        communicator.allreduce_blocking(weighted, True, self._op, name, compression)
         if weighted is not array:
             array[...] = weighted
 
     def start(
-        self, targets: list[Any], weight: float | None, name: str, checks: bool
+        self, communicator: Communicator, targets: list[Any], weight: float | None, name: str, checks: bool
     ) -> Work[list[Any]] | Work[int] | Work[ReductionResult]:
         """Start the reduction of gradients of one dtype, all on the host or all on a GPU, which no other operation
         uses.
@@ -338,18 +305,18 @@ class Reducer:
         `Communicator.checked_allreduce_`. Without: `targets`, reduced in place, or new arrays where the weighted copy
         was reduced. checks: check the results; only if `checks_finite`, or `checks_finite_on_gpu`, without a weight.
         """
-        communicator = functions.current()
         if communicator.gpu is not None and gpu.is_device(targets[0]):
             request = self._request(weight, checks)._replace(name=name, independent=True)
             return communicator.gpu.start(targets, request)
         if checks:
             return communicator.checked_allreduce_(targets, self._op, name, self._compression)
-        if weight is not None and _weighs([targets[0].dtype]):
+        if weight is not None and _weighs(communicator, [targets[0].dtype]):
             return communicator.grouped_allreduce(
                 targets, self._op, name, self._compression, in_place=True, weight=weight
             )
         weighted = [self._weighted(target, weight) for target in targets]
-        return functions.grouped_allreduce_async_([array for array, _ in weighted], self._op, name, weighted[0][1])
+        arrays_ = [array for array, _ in weighted]
+        return communicator.grouped_allreduce(arrays_, self._op, name, weighted[0][1], in_place=True)
 
     def _weighted(self, array: Array, weight: float | None) -> tuple[Array, Compression]:
         """Return the array to reduce, and its compression. 16-bit floats are weighted and summed in float32, and
@@ -375,13 +342,9 @@ def _wait_and_find_nonfinite(work: Work[ReductionResult]) -> int | None:
     return None if found < 0 else found
 
 
-def _weighs(dtypes: Iterable[np.dtype[Any]]) -> bool:
+def _weighs(communicator: Communicator, dtypes: Iterable[np.dtype[Any]]) -> bool:
     """Whether the backend multiplies arrays by a weight. 16-bit floats are weighted and summed in float32 instead."""
-    return functions.current().backend.weighs and all(arrays.accumulator(dtype) == dtype for dtype in dtypes)
-
-
-def _flags_of(notes: list[int]) -> tuple[list[int], bool]:
-    return [note >> _FLAGS_SHIFT & _FLAGS for note in notes], any(note & _MISSING for note in notes)
+    return communicator.backend.weighs and all(arrays.accumulator(dtype) == dtype for dtype in dtypes)
 
 
 def writable(tensors: Sequence[Tensor], values: Sequence[Any], params: Sequence[Any] = ()) -> list[Any]:

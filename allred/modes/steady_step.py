@@ -17,20 +17,22 @@ from allred.comm.ops import ReduceOp
 from allred.fusion import Plan
 from allred.modes.detect.mistake_checks import MistakeChecks
 from allred.modes.options import StepInput
+from allred.modes.step_header import MoreFlags
 
-_LARGEST_SAMPLES = 2**32  # the weights are exact for so many samples on up to 2**21 ranks
+_LARGEST_SAMPLES = 2**32  # up to this number the weights are exact, on up to 2**21 ranks
 
 
 class SteadyStep:
-    """What the next step is compared with. lines: what must be the same on all ranks and is known now, as text.
-    checks_finite: whether results are checked. can_weigh: whether C can weight these dtypes. settings: see
-    `reduce_gradients`. window_starts: see `DriftWindow`."""
+    """The facts that the next step is compared with. lines: text that must be the same on all ranks. checks_finite:
+    whether results are checked. can_weigh: whether C can weight these dtypes. settings: see `reduce_gradients`.
+    window_starts: see `DriftWindow`."""
 
     def __init__(
         self, communicator: Communicator, given: StepInput, plan: Plan, title: str, lines: str, op: ReduceOp, wire: int,
         checks_finite: bool, can_weigh: bool, settings: str, window_starts: bytes,
     ) -> None:  # fmt: skip
-        self.samples, self.weight = 0, None  # of all ranks; of this rank: the results of the last step
+        self.samples = 0  # of all ranks in the last step; 0 if they were not counted
+        self.weight: float | None = None  # of this rank in the last step
         self.plan, self._tensors, self._settings = plan, given.tensors, settings
         self._communicator, self._can_weigh, self._window_starts = communicator, can_weigh, window_starts
         self._arguments, self._averages = (op, title, wire, checks_finite), op is ReduceOp.AVERAGE
@@ -38,16 +40,16 @@ class SteadyStep:
         self._agreed = agreed, header.mix(agreed, 1)  # without, and with numbers of samples
 
     def reduce(
-        self, communicator: Communicator, checks: MistakeChecks, given: StepInput, settings: str, flags: int
+        self, communicator: Communicator, checks: MistakeChecks, given: StepInput, settings: str, more: MoreFlags | None
     ) -> bool:
         """Reduce the gradients in place if this step is like the last one on all ranks. Return whether it was; if not,
-        nothing has changed. Collective with the header exchange of other ranks. flags: must be the same on all."""
+        nothing has changed. Collective with the header exchange of other ranks."""
         samples, values, leaves = given.samples, given.values, given.leaves
         if (
             given.tensors is not self._tensors
             or communicator is not self._communicator
             or settings != self._settings
-            or checks.requests(samples)
+            or checks.requests(communicator, samples)
             or not (samples is None or 0 < samples < _LARGEST_SAMPLES)
             or not native.disjoint([*leaves, *values])
             or (node_memory.ranges and node_memory.any_shared(values))
@@ -56,11 +58,16 @@ class SteadyStep:
         window = native.hash_window(leaves, self._window_starts, checks.steps) if checks.compares else 0
         if window is None:
             return False
-        agreed = self._agreed[samples is not None] ^ flags
+        agreed = self._agreed[samples is not None]
         if samples is not None and not self._can_weigh:
             agreed = header.mix(agreed, samples)
+        if more is not None:
+            flags = more.flags()
+            agreed ^= flags
         if not communicator.step_allreduce(values, *self._arguments, agreed, window, samples or 0):
             return False
+        if more is not None:
+            more.check([flags], ())
         total = self.samples = communicator.samples
         self.weight = None
         if samples is not None and self._averages and total != samples * communicator.size:

@@ -19,25 +19,30 @@ from allred.comm import functions
 from allred.comm.communicator import Communicator
 from allred.comm.ops import Compression, ReduceOp
 from allred.comm.replicas import Owner, Replica
+from allred.counters import Counters
 from allred.errors import AllredError, InputError
 from allred.fusion import Tensor
 from allred.gpu.device_arrays import to_host
 from allred.modes.clipping import Clipper
-from allred.modes.detect.mistake_checks import DEFERRED, PLAIN, PREPARED, MistakeChecks, restored
+from allred.modes.detect.mistake_checks import MistakeChecks, restored
 from allred.modes.not_in_place import NotInPlace
 from allred.modes.options import Mode, StepInput, StepOptions
 from allred.modes.overlap import Overlap
-from allred.modes.reducer import Agreement, Reducer, writable
+from allred.modes.reducer import Reducer, writable
 from allred.modes.sharded import new_sharded_update, share
+from allred.modes.step_header import DEFERRED, MISSING, OVERLAPPED, PLAIN, PREPARED, Agreement, StepHeader
+from allred.native import arena_attach, arena_pause
 from allred.optim.base import Optimizer, load_new_state
 from allred.ps.variable import checkpoint_names
+from allred.timeline import recorder
 from allred.timeline.recorder import span
 from allred.wording import count
 
 
 def reduce_gradients(
-    reducer: Reducer, checks: MistakeChecks, given: StepInput, title: str, settings: str = "", overlapped: bool = False
-) -> list[Any] | None:
+    communicator: Communicator, reducer: Reducer, checks: MistakeChecks, given: StepInput, title: str,
+    settings: str = "", overlapped: bool = False,
+) -> list[Any] | None:  # fmt: skip
     """Reduce the gradients of one step over all ranks; None if the checks skip the step. Collective.
 
     Writable arrays are overwritten; numbers and read-only arrays give new arrays. A missing gradient (None) counts as
@@ -50,57 +55,71 @@ def reduce_gradients(
     Raises InputError, MismatchError, DriftError or NonFiniteError, with the same text on all ranks. If some gradients
     are not finite, the others may have been overwritten already.
     """
-    arena.attach()
-    if reducer.steady is not None and not overlapped and reducer.reduce_steady(checks, given, settings):
-        nonfinite = functions.current().nonfinite
-        return given.values if checks.passes_steady(reducer.steady.plan, given.values, nonfinite) else None
+    arena_attach()
+    steady = None if overlapped else reducer.steady
+    if steady is None or not steady.reduce(communicator, checks, given, settings, reducer.more_flags):
+        return _negotiate_and_reduce(communicator, reducer, checks, given, title, settings, overlapped)
+    reducer.samples, reducer.weight, reducer.overlapped = steady.samples, steady.weight, False
+    passes = checks.passes_steady(steady.plan, given.values, communicator.nonfinite)
+    return given.values if passes else None
+
+
+def _negotiate_and_reduce(
+    communicator: Communicator, reducer: Reducer, checks: MistakeChecks, given: StepInput, title: str, settings: str,
+    overlapped: bool,
+) -> list[Any] | None:  # fmt: skip
+    """Reduce the gradients of a step that differs from the one before."""
     plan = reducer.plan(given.tensors)
     problem, values = given.problem or reducer.refusal(plan), list(given.values)
-    flags = 0 if problem else checks.requests(given.samples)
+    flags = 0 if problem else checks.requests(communicator, given.samples)
     # Scan, unless the reduction can check its results.
-    prepared = None if problem else reducer.prepare(values, checks.can_defer_scan)
+    prepared = None if problem else reducer.prepare(communicator, values, checks.can_defer_scan)
     if prepared is None and not problem:  # prepared gradients are writable and do not overlap
         values = writable(given.tensors, values, given.leaves)
-    defers = not problem and checks.can_defer_scan and reducer.can_check(values)
+    defers = not problem and checks.can_defer_scan and reducer.can_check(communicator, values)
     if not problem:
         flags |= PREPARED * (prepared is not None)
         flags |= PLAIN * (given.plain and (defers or checks.policy == "ignore"))
         flags |= DEFERRED if defers else checks.scan(plan, values, given.plain)
     # Negotiate.
-    missing = not given.plain and any(value is None for value in values)
+    if not given.plain and any(value is None for value in values):
+        flags |= MISSING
+    flags |= OVERLAPPED * overlapped
     window = checks.window(plan, given, values) if prepared is None and not problem else 0
     with span("negotiate", title):
         fields = reducer.start_negotiation(
-            title, plan.lines, settings, given.samples, flags, missing, overlapped, problem,
-            window if prepared is None else prepared.hash,
+            communicator, title, plan.lines, settings,
+            StepHeader(given.samples, flags, content_hash=window if prepared is None else prepared.hash), problem,
         ).wait()  # fmt: skip
-    agreement = reducer.agreement(fields)
-    all_flags, checks_finite = agreement.flags, _all_have(DEFERRED, agreement)
-    windows = [] if any(flag & PREPARED for flag in all_flags) else agreement.hashes
-    if not (len(set(agreement.hashes)) == 1 and _all_have(PREPARED, agreement)):
+    agreement = reducer.agreement(communicator, fields)
+    are_plain, checks_finite = agreement.all(PLAIN), _all_have(communicator, DEFERRED, agreement)
+    windows = [] if agreement.any(PREPARED) else agreement.hashes
+    if not (len(set(agreement.hashes)) == 1 and _all_have(communicator, PREPARED, agreement)):
         prepared = None
-    if not checks_finite and any(flag & DEFERRED for flag in all_flags):
+    missing = agreement.any(MISSING)
+    if not checks_finite and agreement.any(DEFERRED):
         flags |= checks.scan(plan, values, given.plain) if defers else 0
-        all_flags = reducer.exchange_flags(f"{title}: scan of the gradients", flags, missing).flags
-    if agreement.any_missing:
-        values = reducer.fill_missing(given.tensors, values, given.leaves)
+        again = StepHeader(flags=flags)
+        agreement = reducer.exchange_flags(communicator, f"{title}: scan of the gradients", again)
+    if missing:
+        values = reducer.fill_missing(communicator, given.tensors, values, given.leaves)
     # Check.
-    if not checks.passes(all_flags, windows, plan, values, given.params):
+    if not checks.passes(agreement, windows, plan, values, given.params):
         return None
     reducer.steady = None
-    if not reducer.overlapped and not agreement.any_missing and all(flag & PLAIN for flag in all_flags):
-        reducer.expect_steady(given, title, settings, checks.window_starts(plan), checks.policy != "ignore")
+    if are_plain and not reducer.overlapped:
+        starts, checks_all = checks.window_starts(plan), checks.policy != "ignore"
+        reducer.expect_steady(communicator, given, title, settings, starts, checks_all)
     # Reduce.
-    nonfinite = reducer.allreduce_(plan, values, agreement.weight, checks_finite, prepared)
-    return values if checks.passes_reduced(all_flags, plan, values, nonfinite) else None
+    nonfinite = reducer.allreduce_(communicator, plan, values, agreement.weight, checks_finite, prepared)
+    return values if checks.passes_reduced(agreement, plan, values, nonfinite) else None
 
 
-def _all_have(flag: int, agreement: Agreement) -> bool:
+def _all_have(communicator: Communicator, flag: int, agreement: Agreement) -> bool:
     """Whether all ranks have set DEFERRED, or PREPARED, and count equally, and none lacks a gradient. The same on all
     ranks."""
-    communicator = functions.current()
-    plain = agreement.weight is None and not agreement.any_missing
-    return plain and communicator.active.size == communicator.size and all(flags & flag for flags in agreement.flags)
+    plain = agreement.weight is None and not agreement.any(MISSING)
+    return plain and communicator.active.size == communicator.size and agreement.all(flag)
 
 
 class SyncMode(Mode):
@@ -129,61 +148,68 @@ class SyncMode(Mode):
         self._sharded = new_sharded_update(optimizer, self._title) if options.sharded else None
         self._replica = Replica(owner) if options.process_set is None else None
         self._updates = 0  # for an optimizer that does not count them; includes those before a restore
+        self._counts = isinstance(optimizer, Optimizer)
+        self._completes = getattr(optimizer, "complete_reduction", None)
 
     def step(self, given: StepInput) -> None:
-        communicator = functions.current()
+        communicator, clipper, timer = given.communicator, self._clipper, self._timer
         self._checks.in_skipped_step = self.in_skipped_step
         if self._overlap is None or not self._overlap.has_begun:
             self._begin(communicator)
         mean = self._reduce(given) if self._overlap is None else self._reduce_overlapped(self._overlap, given)
-        self._timer.reduced()
-        if not self._timer.steps:
-            log.info(self._first_step(given.tensors))
+        timer.reduced_at = time.perf_counter()
+        if not timer.steps:
+            log.info(self._first_step(communicator, given.tensors))
         if mean is not None:
-            mean = self._complete(given.tensors, mean)
-            mean = self._clipper.clip_reduced(mean) if self._clipper.active else mean
-            self._apply(given, mean)
+            if self._completes is not None:  # a hooked torch optimizer reduces its sparse gradients
+                mean = self._completes(given.tensors, mean, self._reducer.weight, self._options.op is ReduceOp.AVERAGE)
+            if clipper.limit is not None or clipper.scaler is not None:
+                mean = clipper.clip_reduced(communicator, mean)
+            if recorder.current is None:
+                self._apply(given, mean)
+            else:
+                with span("apply", self._options.name):
+                    self._apply(given, mean)
         self.was_skipped = mean is None
-        if self._clipper.scaler is not None and not (self.was_skipped and self.in_skipped_step):
-            self._clipper.scaler.update(self.was_skipped, self._title)
+        if clipper.scaler is not None and not (self.was_skipped and self.in_skipped_step):
+            clipper.scaler.update(self.was_skipped, self._title)
         self._checks.end(updated=mean is not None)
-        if self._replica is not None:
-            self._replica.stepped(communicator, self._checks.steps, given.tensors, given.leaves)
-        self._timer.end(communicator, self._reducer.samples, self.global_step, given.samples or 0)
-        self._not_in_place.end(self._timer.steps, given.values, communicator)
+        if (replica := self._replica) is not None:
+            if given.tensors is not replica.tensors or communicator is not replica.communicator:
+                replica.begin_steps(communicator, given.tensors)
+            replica.steps, replica.leaves = self._checks.steps, given.leaves
+        timer.end(communicator, self._reducer.samples, self.global_step, given.samples or 0)
+        if not timer.steps & (timer.steps - 1):
+            self._not_in_place.end(timer.steps, given.values, communicator)
 
     def _begin(self, communicator: Communicator) -> None:
         """Call before the first gradient of a step is reduced."""
-        world.current().counters.begin_step()
         self._timer.begin(communicator)
-        self._not_in_place.begin(self._timer.steps + 1, communicator)
+        if not self._timer.steps & (self._timer.steps + 1):  # see NotInPlace
+            self._not_in_place.begin(communicator)
 
     def _reduce(self, given: StepInput, overlapped: bool = False) -> list[Any] | None:
-        mean = reduce_gradients(self._reducer, self._checks, given, self._title, self._clipper.settings, overlapped)
-        if self._reducer.overlapped and not functions.current().checks_places:  # the line that sends a bucket varies
+        communicator, clipper = given.communicator, self._clipper
+        settings = "" if clipper.limit is None and clipper.scaler is None else clipper.settings
+        mean = reduce_gradients(communicator, self._reducer, self._checks, given, self._title, settings, overlapped)
+        if self._reducer.overlapped and not communicator.checks_places:  # the line that sends a bucket varies
             self._overlap = self._overlap or self._new_overlap()
-            self._overlap.agree_on_order(given.tensors, given.values if mean is None else mean, given.leaves)
+            self._overlap.agree_on_order(given, given.values if mean is None else mean)
         return mean
-
-    def _complete(self, tensors: list[Tensor], mean: list[Any]) -> list[Any]:
-        """Let a hooked torch optimizer reduce its sparse gradients."""
-        complete = getattr(self._optimizer, "complete_reduction", None)
-        if complete is None:
-            return mean
-        completed: list[Any] = complete(tensors, mean, self._reducer.weight, self._options.op is ReduceOp.AVERAGE)
-        return completed
 
     def _apply(self, given: StepInput, mean: list[Any]) -> None:
         if self._sharded is not None and not self._sharded.prepare(given.tensors, given.leaves):
             log.info(f"{self._title}: sharded=True has no effect: the ranks of a node cannot share memory")
             self._sharded = None
-        with span("apply", self._options.name), self.updating(), arena.paused():
-            same = len(mean) == len(given.values) and all(map(operator.is_, mean, given.values))
-            grads = given.grads if same else nest.rebuild(given.grads, mean)
-            if self._sharded is None:
-                self._optimizer.step(given.params, grads)
-            else:
-                self._sharded.step(given.params, grads)
+        same = mean is given.values or (len(mean) == len(given.values) and all(map(operator.is_, mean, given.values)))
+        update = self._optimizer if self._sharded is None else self._sharded
+        self.update_interrupted = True
+        arena_pause(True)
+        try:
+            update.step(given.params, given.grads if same else nest.rebuild(given.grads, mean))
+        finally:
+            arena_pause(False)
+        self.update_interrupted = False
         self._updates += 1
 
     @contextlib.contextmanager
@@ -195,11 +221,11 @@ class SyncMode(Mode):
 
     # Overlap of communication and computation, after the first opt.reduce().
 
-    def reduce(self, name: str, grad: Any, samples: int | None) -> None:
+    def reduce(self, communicator: Communicator, name: str, grad: Any, samples: int | None) -> None:
         self._overlap = self._overlap or self._new_overlap()
         if not self._overlap.has_begun:
-            self._begin(functions.current())
-        self._overlap.add(name, grad, samples)
+            self._begin(communicator)
+        self._overlap.add(communicator, name, grad, samples)
 
     def cancel_reduce(self) -> bool:
         """Forget the gradients passed to `reduce` since the last step. Return False if that is not possible: then all
@@ -214,7 +240,7 @@ class SyncMode(Mode):
             given = overlap.with_problem(given)
             if not overlap.has_order:
                 return self._reduce(given, overlap.has_begun)
-            if overlap.needs_all_gradients(given.samples):
+            if overlap.needs_all_gradients(given.communicator, given.samples):
                 return self._reduce(given)
             return overlap.finish(given)
         except AllredError:
@@ -312,9 +338,7 @@ class SyncMode(Mode):
 
     @property
     def global_step(self) -> int:
-        if isinstance(self._optimizer, Optimizer):
-            return self._optimizer.global_step
-        return self._updates
+        return self._optimizer.global_step if self._counts else self._updates
 
     def summary(self) -> str:
         shape, config = world.current().topology, world.config()
@@ -333,8 +357,8 @@ class SyncMode(Mode):
             f"speed: {self._timer.text()}{skipped}{wire}"
         )
 
-    def _first_step(self, tensors: list[Tensor]) -> str:
-        reducer, size, rate = self._reducer, functions.current().size, getattr(self._optimizer, "lr", None)
+    def _first_step(self, communicator: Communicator, tensors: list[Tensor]) -> str:
+        reducer, size, rate = self._reducer, communicator.size, getattr(self._optimizer, "lr", None)
         plan = reducer.plan(tensors)
         batch = f"; global batch {reducer.samples} over {count(size, 'rank')}" if reducer.samples else ""
         lr = f"; learning rate {rate:g}, not scaled by the number of ranks" if isinstance(rate, float) else ""
@@ -375,34 +399,38 @@ class StepTimer:
         self.waiting_s = 0.0  # until other ranks arrived
         self.sent_bytes = 0  # of gradients, after compression
         self.in_place_bytes = 0  # of these
-        self._reduced_at = 0.0
+        self.reduced_at = 0.0  # the time at which the gradients of the last step were reduced: the update begins
         self._start = 0.0
         self._before = (0.0, 0.0, 0, 0)
+        self._counters = Counters()
+
+    @staticmethod
+    def _traffic(communicator: Communicator) -> tuple[float, float, int, int]:
+        """Return seconds in waits, seconds until other ranks arrived, bytes sent, bytes reduced in place, so far."""
+        queue, traffic, devices = communicator.queue, communicator.backend.traffic, communicator.devices
+        sent_bytes = traffic.sent + traffic.in_place + (0 if devices is None else devices.sent_bytes)
+        return queue.waited_s, queue.waited_for_peers_s, sent_bytes, traffic.in_place
 
     def begin(self, communicator: Communicator) -> None:
         """Start the communication of a step. The first step starts here too: the time before is not training."""
         self._start = self._start or time.perf_counter()
-        queue = communicator.queue
-        self._before = queue.waited_s, queue.waited_for_peers_s, communicator.sent_bytes, communicator.in_place_bytes
-
-    def reduced(self) -> None:
-        """The gradients are reduced: the update begins."""
-        self._reduced_at = time.perf_counter()
+        self._counters = world.current().counters
+        self._counters.begin_step()
+        self._before = self._traffic(communicator)
 
     def end(self, communicator: Communicator, samples: int, step: int, own_samples: int) -> None:
         """End a step, after its update. samples: of all ranks. step: the global step."""
-        queue, now = communicator.queue, time.perf_counter()
-        waited_s, peers_s = queue.waited_s - self._before[0], queue.waited_for_peers_s - self._before[1]
+        now = time.perf_counter()
+        waited_s, peers_s, sent_bytes, in_place_bytes = map(operator.sub, self._traffic(communicator), self._before)
         self.steps += 1
         self.samples += samples
         self.seconds += now - self._start
         self.communicating_s += waited_s - peers_s
         self.waiting_s += peers_s
-        sent_bytes = communicator.sent_bytes - self._before[2]
         self.sent_bytes += sent_bytes
-        self.in_place_bytes += communicator.in_place_bytes - self._before[3]
-        world.current().counters.end_step(
-            step, own_samples, now - self._start, peers_s, waited_s - peers_s, now - self._reduced_at, sent_bytes
+        self.in_place_bytes += in_place_bytes
+        self._counters.end_step(
+            step, own_samples, now - self._start, peers_s, waited_s - peers_s, now - self.reduced_at, sent_bytes
         )
         self._start = now
 

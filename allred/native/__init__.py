@@ -56,9 +56,9 @@ mailbox_bytes: Callable[[int, int], int] | None = getattr(_kernels, "mailbox_byt
 # None if the extension was not built; see csrc/arena.h and _kernels.pyi.
 arena_open: Any = getattr(_kernels, "arena_open", None)
 arena_serve_sizes: Any = getattr(_kernels, "arena_serve_sizes", None)
-arena_attach: Any = getattr(_kernels, "arena_attach", None)
+arena_attach: Any = getattr(_kernels, "arena_attach", lambda: False)
 arena_call: Any = getattr(_kernels, "arena_call", None)
-arena_pause: Any = getattr(_kernels, "arena_pause", None)
+arena_pause: Any = getattr(_kernels, "arena_pause", lambda on: None)
 arena_freeze: Any = getattr(_kernels, "arena_freeze", None)
 arena_usage: Any = getattr(_kernels, "arena_usage", None)
 in_place_bytes: int = getattr(_kernels, "IN_PLACE_BYTES", 0)  # of the smallest array that is reduced in place

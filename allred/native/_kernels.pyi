@@ -128,7 +128,7 @@ class Segment:
     waited_ns: int  # for the headers of the other ranks, in the last call of step_allreduce that returned True
     number: int  # of the last operation that was begun, from 1
     pending: bool  # whether an operation is pending
-    sent: int  # bytes that this rank has written for allreduces
+    sent: int  # bytes that this rank has written for allreduces; may be set
     in_place: int  # bytes of arrays of this rank that were reduced in place
     read_in_place: int  # bytes that this rank has read from arenas, except by allreduces
     outside: list[tuple[int, int]]
@@ -152,8 +152,16 @@ class Segment:
         /,
     ) -> Operation | Literal[True] | None: ...
     def step_allreduce(
-        self, arrays: list[Any], op: Any, name: Any, wire: int, checks_finite: bool, agreed: int, window: int,
-        samples: int, /,
+        self,
+        arrays: list[Any],
+        op: Any,
+        name: Any,
+        wire: int,
+        checks_finite: bool,
+        agreed: int,
+        window: int,
+        samples: int,
+        /,
     ) -> Operation | Literal[True] | None:
         """As grouped_allreduce in place. The headers differ if `agreed` or `window`, 0 to 2**64 - 1, differ. An average
         is weighted by `samples` if these differ: only float32 and float64, and less than 2**53 / ranks."""

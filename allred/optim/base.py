@@ -11,6 +11,7 @@ Any checkpoint format of dicts, numbers and arrays can hold it. Arrays may be re
 of cupy) or dtype; the first step after loading converts them to those of the parameter.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
@@ -230,7 +231,7 @@ class Optimizer(ABC):
         """Check the input of `step` and count the step. The caller makes the updates. Raises as `step`."""
         again = self._checked_again(params, grads)
         work = again or self._checked(params, grads)
-        lr = self.learning_rate
+        lr = self.lr if type(self.lr) is float and 0.0 <= self.lr < math.inf else self.learning_rate
         self.global_step += 1
         if again is None:
             self._remember(params, work)
@@ -251,8 +252,9 @@ class Optimizer(ABC):
             if self._slots.get(name) is not slots or name not in self._made_for:
                 self._slots[name], self._made_for[name] = slots, kind_of(param)
         self._known, kinds = None, [self._made_for[name] for name in work.names]
-        if not native.match(kinds, work.params, work.grads) or (form := structure(params)) is None:
+        if not native.match(kinds, work.params, work.grads):
             return
+        form = structure(params)
         if len(native.leaves_of(form, params) or []) == len(kinds):  # no gradient is None
             self._known = Known(form, work.names, kinds, work.slots)
 

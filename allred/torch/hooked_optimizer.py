@@ -367,7 +367,7 @@ class HookedOptimizer(ModuleCheckpoints):
         scale = getattr(self._adapter.optimizer, "grad_scale", None)  # of torch's GradScaler, if the update unscales
         gradients = list(self._adapter.reduced_gradients().values())
         with functions.within(self.process_set):
-            self._clipper.clip_for_update(gradients, 1.0 if scale is None else float(scale))
+            self._clipper.clip_for_update(functions.current(), gradients, 1.0 if scale is None else float(scale))
         self._adapter.release_gradients()
 
     def _mean_loss(self, closure: Callable[[], Any]) -> Any:

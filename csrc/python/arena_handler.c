@@ -163,9 +163,10 @@ PyObject *allred_python_arena_pause(PyObject *module, PyObject *on) {
 }
 
 PyObject *allred_python_arena_attach(PyObject *module, PyObject *unused) {
-  PyObject *current = numpy ? get_handler() : Py_NewRef(Py_None), *before;
+  if (!numpy || atomic_load_explicit(&smallest, memory_order_relaxed) == SIZE_MAX) Py_RETURN_FALSE; /* serves nothing */
+  PyObject *current = get_handler(), *before;
   if (!current) return NULL;
-  const int attached = current == by_size, is_default = numpy && current == default_handler;
+  const int attached = current == by_size, is_default = current == default_handler;
   Py_DECREF(current);
   if (!is_default) return PyBool_FromLong(attached); /* the program may have a handler of its own */
   if (!(before = set_handler(by_size))) return NULL;

@@ -22,6 +22,13 @@ static PyObject *get_number(Segment *self, void *unused) {
 
 static PyObject *get_sent(Segment *self, void *unused) { return PyLong_FromUnsignedLongLong(self->segment.sent); }
 
+static int set_sent(Segment *self, PyObject *value, void *unused) {
+  const uint64_t sent = PyLong_AsUnsignedLongLong(value);
+  if (PyErr_Occurred()) return -1;
+  self->segment.sent = sent;
+  return 0;
+}
+
 static PyObject *get_nonfinite(Segment *self, void *unused) { return PyLong_FromLong((long)self->nonfinite - 1); }
 
 static PyObject *get_waited_ns(Segment *self, void *unused) { return PyLong_FromLongLong(self->waited_ns); }
@@ -291,7 +298,7 @@ static PyMethodDef methods[] = {
 
 static PyGetSetDef attributes[] = {
     ATTRIBUTE("number", get_number, "number of the last operation that was begun, from 1"),
-    ATTRIBUTE("sent", get_sent, "bytes that this rank has written for allreduces"),
+    {"sent", (getter)get_sent, (setter)set_sent, "bytes that this rank has written for allreduces", NULL},
     ATTRIBUTE("nonfinite", get_nonfinite, "position of the first array that was not finite, or -1"),
     ATTRIBUTE("samples", get_samples, "samples of all ranks in the last step"),
     ATTRIBUTE("waited_ns", get_waited_ns, "for the headers of other ranks in the last step"),

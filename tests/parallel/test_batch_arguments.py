@@ -29,7 +29,9 @@ def several(size):
 def comparisons(monkeypatch):
     """The steps before which the ranks exchanged the arguments."""
     steps, compare = [], BatchArguments.compare
-    monkeypatch.setattr(BatchArguments, "compare", lambda self, step: [steps.append(step), compare(self, step)])
+    monkeypatch.setattr(
+        BatchArguments, "compare", lambda self, ranks, step: [steps.append(step), compare(self, ranks, step)]
+    )
     return steps
 
 

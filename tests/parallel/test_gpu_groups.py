@@ -42,9 +42,9 @@ def test_a_group_is_reduced_in_buckets(comm, in_place, op, monkeypatch):
 def test_sent_bytes_do_not_include_padding(comm, dtype):
     """Each byte is counted once. What the host moves for the GPU includes the padding."""
     group, nbytes = [on_gpu(np.ones(count, dtype)) for count in (3, 5, 9)], 17 * np.dtype(dtype).itemsize
-    before, by_host = comm.sent_bytes, comm.backend.sent_bytes
+    before, by_host = comm.sent_bytes, comm.backend.traffic.sent
     comm.grouped_allreduce(group, allred.Sum, in_place=True).wait()
-    by_host = comm.backend.sent_bytes - by_host
+    by_host = comm.backend.traffic.sent - by_host
     assert comm.sent_bytes - before == (nbytes if comm.devices.name == "nccl" else by_host)
 
 

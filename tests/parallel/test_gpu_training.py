@@ -10,6 +10,7 @@ from gpu_fixtures import comm, connected, world_on_gpus  # noqa: F401
 from standin_gpu import DeviceArray, host, on_gpu
 
 import allred
+from allred.comm import functions
 from allred.errors import InputError
 from allred.modes.match import Matcher
 
@@ -286,11 +287,11 @@ def test_gradients_on_a_gpu_go_out_before_the_step(world_on_gpus):
     for name, grad in grads.items():
         opt.reduce(name, grad)
     opt._get_mode()._overlap._opening.wait()
-    opt._get_mode()._overlap._advance()
+    opt._get_mode()._overlap._advance(functions.current())
     running = [work for work, _ in opt._get_mode()._overlap._sent]
     assert len(running) == len(opt._get_mode()._overlap._buckets) > 1
     while not all(work.end is not None for work in running):
-        opt._get_mode()._overlap._advance()
+        opt._get_mode()._overlap._advance(functions.current())
     assert cuda_stand_in.gpu.synchronized == 0
     opt.step({name: on_gpu(np.zeros(shape, np.float32)) for name, shape in SHAPES.items()}, grads)
     assert cuda_stand_in.gpu.synchronized == 1

@@ -133,7 +133,7 @@ def test_gradients_go_out_before_the_step(rank, size):
         if step < FIRST:
             if step:  # in the first there is nothing to hear of
                 opt._get_mode()._overlap._opening.wait()
-                opt._get_mode()._overlap._advance()
+                opt._get_mode()._overlap._advance(functions.current())
                 allred.barrier()
             assert grads["c"].tobytes() == grads_of(rank, step)["c"].tobytes()  # the checks are to see them all
             opt.step(params, grads)
@@ -142,7 +142,7 @@ def test_gradients_go_out_before_the_step(rank, size):
     mean = sum(grads_of(r, FIRST)["c"] for r in range(size)) / size
     deadline = time.monotonic() + 20
     while not opt._get_mode()._overlap._sent:
-        opt._get_mode()._overlap._advance()
+        opt._get_mode()._overlap._advance(functions.current())
         assert time.monotonic() < deadline
     while not np.allclose(grads["c"], mean, atol=1e-5):  # "c" is a bucket of its own, which the thread reduces
         time.sleep(0.001)
@@ -194,7 +194,7 @@ def test_what_went_out_early_is_counted_too(rank):
             opt.reduce(name, grads[name])
         if step >= FIRST:
             opt._get_mode()._overlap._opening.wait()
-            opt._get_mode()._overlap._advance()
+            opt._get_mode()._overlap._advance(functions.current())
             allred.barrier()  # all of it has gone
         opt.step(params, grads)
         counts.append(opt._get_mode()._timer.sent_bytes)

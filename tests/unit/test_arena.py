@@ -105,7 +105,7 @@ def test_a_thread_has_its_own_handler():
 
     def run():
         found.append(inside(np.empty(50_000, "u1")))
-        arena.attach()
+        arena_attach()
         found.append(inside(np.empty(50_000, "u1")))
 
     in_context(lambda: arena.learn([50_000]))
@@ -132,7 +132,7 @@ def test_sizes_are_learned_for_the_next_world():
 
     @in_context
     def _():
-        arena.attach()
+        arena_attach()
         assert inside(np.empty(50_000, "u1"))
 
 

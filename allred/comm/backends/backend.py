@@ -7,6 +7,7 @@ Each backend documents whether results are reproducible from run to run.
 A communicator has one host backend, which exchanges the headers of all operations, and may have a device backend.
 """
 
+import dataclasses
 import itertools
 import pickle
 from abc import ABC, abstractmethod
@@ -30,6 +31,16 @@ if TYPE_CHECKING:
 _LARGE_BYTES = 2**16  # of an array that is sent beside the pickle of an object
 
 
+@dataclasses.dataclass
+class Traffic:
+    """Bytes that this rank has contributed to allreduces so far, in their wire dtype: `sent` through buffers, and
+    reduced in place, without a copy (allred/arena.py). On several nodes with transport mpi, only what crosses between
+    nodes counts; backend single sends nothing."""
+
+    sent: int = 0
+    in_place: int = 0
+
+
 class Backend(ABC):
     """Moves arrays between `size` ranks; this process is number `rank`."""
 
@@ -45,7 +56,7 @@ class Backend(ABC):
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
-        self._sent_bytes = 0
+        self.traffic: Traffic | Segment = Traffic()
 
     def begins_with_header(self, kind: str, wire: int) -> bool:
         """Whether a collective of this kind is one operation with its header. wire: as in `allreduce`."""
@@ -84,21 +95,10 @@ class Backend(ABC):
         return np.zeros(count, dtype)
 
     @property
-    def in_place_bytes(self) -> int:
-        """Bytes of `sent_bytes` that were reduced in place, without a copy (allred/arena.py)."""
-        return 0
-
-    @property
     def outside(self) -> list[tuple[int, int]]:
         """For each rank: number and bytes of the arrays so far that were in the arena of this rank, but not in its own.
         [] without arenas."""
         return []
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that this rank has contributed to allreduces so far, in their wire dtype. On several nodes with
-        transport mpi, only what crosses between nodes counts; backend single sends nothing."""
-        return self._sent_bytes
 
     def start_progress_thread(self) -> None:  # noqa: B027  (optional)
         """Start a thread that runs operations while the program computes, if the backend has one. Idempotent."""

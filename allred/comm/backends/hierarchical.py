@@ -37,16 +37,14 @@ class HierarchicalBackend(MpiBackend):
         across = comm.Split(node.rank if node.rank < slices else MPI.UNDEFINED, self.rank)
         assert isinstance(across, MPI.Intracomm)
         self._across = None if across == MPI.COMM_NULL else MpiBackend(across)
+        if self._across is not None:
+            self.traffic = self._across.traffic
 
     def close(self, sound: bool) -> None:
         if self._across is not None:
             self._across.close(sound)
         self._node.close(sound)
         super().close(sound)
-
-    @property
-    def sent_bytes(self) -> int:
-        return 0 if self._across is None else self._across.sent_bytes
 
     def allreduce(self, flat: Array, op: ReduceOp, wire: int = 0) -> Steps[None]:
         moved = arrays.accumulator(flat.dtype)

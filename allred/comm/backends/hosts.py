@@ -75,10 +75,6 @@ class HostsBackend(ShmBackend):
         )
         return RemoteRankError(text, ranks[0], name, 1)
 
-    @property
-    def sent_bytes(self) -> int:
-        return super().sent_bytes + self._sent_bytes
-
     def close(self, sound: bool) -> None:
         self._node.close(sound)
         super().close(sound)
@@ -97,7 +93,7 @@ class HostsBackend(ShmBackend):
         # Rounded once before and once after the sum, as on backend mpi.
         for start in range(0, flat.size, _NARROW_COUNT):
             part = flat[start : start + _NARROW_COUNT]
-            self._sent_bytes += 2 * part.size
+            self.traffic.sent += 2 * part.size
             share = -(-part.size // self.size)
             halves = np.zeros(self.size * share, np.uint16)
             rows = np.empty((self.size, share), np.uint16)

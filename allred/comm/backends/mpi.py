@@ -76,7 +76,7 @@ class MpiBackend(Backend):
             stage = part if moved == flat.dtype and is_owned else self._stage.view(moved)[: part.size]
             if stage is not part:
                 stage[:] = part
-            self._sent_bytes += stage.nbytes
+            self.traffic.sent += stage.nbytes
             yield Polled(self._comm.Iallreduce(MPI.IN_PLACE, stage, mpi_op).Test)
             self._finish(stage, op, part)
 
@@ -88,7 +88,7 @@ class MpiBackend(Backend):
             share = -(-part.size // self.size)
             narrow(part, halves[: part.size], wire)
             halves[part.size : self.size * share] = 0
-            self._sent_bytes += 2 * part.size
+            self.traffic.sent += 2 * part.size
             yield Polled(self._comm.Ialltoall(halves[: self.size * share], back[: self.size * share]).Test)
             rows = list(back[: self.size * share].reshape(self.size, share))
             native.reduce(rows, halves[:share], wire, ops.CODES[op], self.size)

@@ -54,7 +54,7 @@ class ShmBackend(Backend):
         self.segment = Segment(memory, rank, size, CHUNK_BYTES, np.zeros((2, 3)), _DTYPES, _OPS)
         if arenas is not None:
             self.segment.set_arenas(arenas)
-        self.engine = self.fast_path = self.segment
+        self.engine = self.fast_path = self.traffic = self.segment
         self.with_header = self
 
     def record(self, track: Track) -> None:
@@ -79,16 +79,8 @@ class ShmBackend(Backend):
         self.segment.let_callers_sleep()
 
     @property
-    def in_place_bytes(self) -> int:
-        return self.segment.in_place
-
-    @property
     def outside(self) -> list[tuple[int, int]]:
         return self.segment.outside
-
-    @property
-    def sent_bytes(self) -> int:
-        return self.segment.sent + self.segment.in_place
 
     # The primitives with a header. Without one (None), a primitive is a part of the operation under way.
 

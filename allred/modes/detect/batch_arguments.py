@@ -10,8 +10,9 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from allred import world
 from allred.cluster import topology
-from allred.comm import functions
+from allred.comm.communicator import Communicator
 from allred.comm.header import by_rank
 from allred.data import Batches, DistributedBatchSampler, Prefetch, Stream, loader
 from allred.data.distributed_batch_sampler import sampler_of
@@ -33,18 +34,19 @@ class BatchArguments:
         self._compared: set[str] = set()  # keys of the iterations in the last comparison
         self._next_at = 0  # the earliest step of the next comparison
 
-    def new(self, step: int) -> bool:
+    def new(self, communicator: Communicator, step: int) -> bool:
         """Whether this rank uses arguments that have not been compared yet."""
         unknown = [iteration for iteration in loader.running() if iteration.key not in self._compared]
-        if not unknown or step < self._next_at or functions.current().size == 1:
+        if not unknown or step < self._next_at or communicator.size == 1:
             return False
-        return any(map(_shared, unknown))
+        return any(_shared(communicator, iteration) for iteration in unknown)
 
-    def compare(self, step: int) -> None:
+    def compare(self, communicator: Communicator, step: int) -> None:
         """Exchange the arguments in use. Collective. Raises MismatchError on all ranks if they differ."""
-        mine = {iteration.key: iteration.arguments_and_start for iteration in loader.running() if _shared(iteration)}
-        everyone = functions.allgather_object(list(mine.values()), f"{self._title}: arguments of the batches")
-        if problem := difference(everyone, functions.current().active.ranks):
+        mine = {iteration.key: iteration.arguments_and_start for iteration in _running(communicator)}
+        title = f"{self._title}: arguments of the batches"
+        everyone = communicator.allgather_object(list(mine.values()), title).wait()
+        if problem := difference(everyone, communicator.active.ranks):
             raise MismatchError(f"{self._title}: {problem}")
         self._compared, self._next_at = set(mine), step + _APART
 
@@ -52,7 +54,8 @@ class BatchArguments:
 def compare_at_server(client: "Client", title: str) -> None:
     """Mode ps: compare this worker's arguments with those of the workers that have already made a step. Start positions
     are not compared: workers may resume at different positions. Raises MismatchError on this worker only."""
-    mine = list(dict.fromkeys(iteration.arguments for iteration in loader.running() if _shared(iteration)))
+    running = _running(world.current().communicator)
+    mine = list(dict.fromkeys(iteration.arguments for iteration in running))
     if mine:
         everyone = client.call_first(CompareBatches(mine))
         workers = sorted(everyone)
@@ -99,7 +102,11 @@ def difference(everyone: Sequence[Sequence[LoaderArguments]], ranks: Sequence[in
     )
 
 
-def _shared(iteration: Iteration) -> bool:
+def _running(communicator: Communicator) -> list[Iteration]:
+    return [iteration for iteration in loader.running() if _shared(communicator, iteration)]
+
+
+def _shared(communicator: Communicator, iteration: Iteration) -> bool:
     """Whether an iteration is shared between the ranks of this communicator or of the world."""
-    here = functions.current()
-    return (iteration.rank, iteration.ranks) in ((here.rank, here.size), (topology.rank(), topology.size()))
+    own = communicator.rank, communicator.size
+    return (iteration.rank, iteration.ranks) in (own, (topology.rank(), topology.size()))

@@ -18,11 +18,8 @@ from allred.arrays import Array
 from allred.comm.ops import Compression
 from allred.fusion import Plan
 from allred.gpu.device_arrays import exceeds_on_gpu, is_device, to_host
+from allred.modes.step_header import LARGE, NONFINITE
 from allred.wording import named
-
-# Flags of a rank.
-NONFINITE = 1
-LARGE = 2  # finite, but the sum may not be
 
 # By dtype: bytes of an element; bits of infinity and of the mantissa as native.exceeds uses them.
 _FORMATS = {
@@ -54,8 +51,8 @@ def _limits(dtype: np.dtype[Any], ranks: int, compression: Compression) -> tuple
 def scan(
     plan: Plan, values: Sequence[Any], ranks: int, compression: Compression = Compression.none, plain: bool = False
 ) -> int:
-    """Return the flags of this rank's gradients, None among them allowed, for a sum over `ranks` ranks. plain: whether
-    all values are contiguous arrays on the host."""
+    """Return NONFINITE, LARGE (step_header.py) or 0 for this rank's gradients, None among them allowed, for a sum over
+    `ranks` ranks. plain: whether all values are contiguous arrays on the host."""
     flags = 0
     for dtype, indices in plan.floats.items():
         element_bytes, large, largest = _limits(dtype, ranks, compression)

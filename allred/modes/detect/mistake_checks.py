@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from allred import log, native, world
-from allred.comm import functions
+from allred.comm.communicator import Communicator
 from allred.comm.header import mix
 from allred.errors import DriftError, InputError, NonFiniteError
 from allred.fusion import Plan
@@ -22,14 +22,9 @@ from allred.gpu.device_arrays import leading_bytes
 from allred.modes.detect import drift, drift_window, finite
 from allred.modes.detect.batch_arguments import BatchArguments
 from allred.modes.options import StepInput, StepOptions
+from allred.modes.step_header import BATCHES, CHECK, LARGE, NONFINITE, Agreement
 from allred.watch import exit_callbacks
 
-# Flags, in addition to those of finite.py: this rank requests
-_CHECK = 4  # a comparison of parameters and gradients
-_BATCHES = 8  # a comparison of the arguments of its batches, which have not been compared yet
-DEFERRED = 16  # a check of the results by the reduction, instead of a scan: this rank has not scanned its gradients
-PREPARED = 32  # a reduction without another header exchange: its gradients are on a GPU, and can be reduced as they are
-PLAIN = 64  # nothing: its gradients are plain (StepInput), so the next step may be a `SteadyStep`
 _FIRST = 3  # steps that are always checked
 _BITS = 32  # of the hash of gradients
 
@@ -49,6 +44,7 @@ class MistakeChecks:
         self._window = drift_window.DriftWindow()
         self.compares = False  # whether the ranks compare parameters in the current step
         self.samples: int | None = None  # of the current step on this rank
+        self._communicator: Communicator  # of the current step
         self._found: dict[str, str] = {}  # gradients of the current step that are not finite, in `scan_bucket`
         self.steps = 0  # completed negotiations, those of the root after a broadcast
         self._equal_at = 0  # the last step before which the parameters of all ranks were equal
@@ -57,14 +53,14 @@ class MistakeChecks:
     def policy(self) -> str:
         return self._nonfinite or world.config().nonfinite
 
-    def requests(self, samples: int | None) -> int:
-        """Begin a step. Return the flags of the comparisons that this rank requests."""
-        self.samples, self._found = samples, {}
+    def requests(self, communicator: Communicator, samples: int | None) -> int:
+        """Begin a step of this communicator. Return the flags of the comparisons that this rank requests."""
+        self._communicator, self.samples, self._found = communicator, samples, {}
         here, step = world.current(), self.steps + 1
-        every = here.config.check_steps if here.communicator.size > 1 else 0
+        every = here.config.check_steps if communicator.size > 1 else 0
         self.compares = bool(every) and self._optimizer is not None
         due = every and (step <= _FIRST or step % every == 0 or (self._updates and self._updates.outside()))
-        return _CHECK * bool(due) | _BATCHES * (here.iterations is not None and self._batches.new(step))
+        return CHECK * bool(due) | BATCHES * (here.iterations is not None and self._batches.new(communicator, step))
 
     @property
     def can_defer_scan(self) -> bool:
@@ -76,12 +72,12 @@ class MistakeChecks:
         """Return this rank's flags of its gradients. plain: see `StepInput`."""
         if self.policy == "ignore" or self.samples == 0:  # gradients of 0 samples are not used
             return 0
-        return finite.scan(plan, values, functions.current().size, self._compression, plain)
+        return finite.scan(plan, values, self._communicator.size, self._compression, plain)
 
     def scan_bucket(self, plan: Plan, values: Sequence[Any]) -> int:
         """As `scan`, for some of the gradients, which are overwritten afterwards."""
         flags = self.scan(plan, values)
-        if flags & finite.NONFINITE:
+        if flags & NONFINITE:
             self._found |= finite.describe(plan, values)
         return flags
 
@@ -89,32 +85,33 @@ class MistakeChecks:
         """Return the hash of the parameters that the ranks compare in this step; 0 if they compare none."""
         return self._window.hash(self.steps, plan, given.leaves, values, given.plain) if self.compares else 0
 
-    def passes(self, flags: list[int], windows: list[int], plan: Plan, values: Sequence[Any], params: Any) -> bool:
-        """Make the requested comparisons before the reduction. Return whether the gradients are used. flags: of all
-        ranks. windows: the result of `window` of all ranks. Raises DriftError, InputError, MismatchError or
-        NonFiniteError on all ranks."""
-        if any(flag & _BATCHES for flag in flags):
-            self._batches.compare(self.steps + 1)
-        if any(flag & _CHECK for flag in flags):
+    def passes(self, agreement: Agreement, windows: list[int], plan: Plan, values: Sequence[Any], params: Any) -> bool:
+        """Make the requested comparisons before the reduction. Return whether the gradients are used. windows: the
+        result of `window` of all ranks. Raises DriftError, InputError, MismatchError or NonFiniteError on all ranks."""
+        if agreement.any(BATCHES):
+            self._batches.compare(self._communicator, self.steps + 1)
+        if agreement.any(CHECK):
             self._duplicates.compare(self._compare_ranks(plan, values, params))
         elif drift_window.windows_differ(windows):
             self._compare_ranks(plan, values, params)
         self.steps += 1
-        if any(flag & finite.NONFINITE for flag in flags):
-            own = flags[functions.current().active.rank]
-            return self._refuse_nonfinite(finite.describe(plan, values) if own & finite.NONFINITE else {})
+        if agreement.any(NONFINITE):
+            own = agreement.headers[self._communicator.active.rank].flags
+            return self._refuse_nonfinite(finite.describe(plan, values) if own & NONFINITE else {})
         return True
 
-    def passes_reduced(self, flags: list[int], plan: Plan, values: Sequence[Any], nonfinite: int | None) -> bool:
+    def passes_reduced(
+        self, agreement: Agreement | None, plan: Plan, values: Sequence[Any], nonfinite: int | None
+    ) -> bool:
         """Check the reduced gradients. Return whether they are used. Raises NonFiniteError on all ranks. nonfinite: the
         result of `Reducer.allreduce_`."""
         self._duplicates.remember(values)
         if nonfinite is not None:  # numbers that are not finite are not overwritten
             problem = finite.overflow_of(plan, nonfinite, self._compression)
             return self._refuse_nonfinite(finite.describe(plan, values), problem)
-        if any(flag & finite.LARGE for flag in flags) and (problem := finite.overflow(plan, values, self._compression)):
-            return self._refuse(problem)
-        return True
+        large = agreement is not None and agreement.any(LARGE)
+        problem = finite.overflow(plan, values, self._compression) if large else ""
+        return self._refuse(problem) if problem else True
 
     def passes_steady(self, plan: Plan, values: Sequence[Any], nonfinite: int) -> bool:
         """As `passes` and `passes_reduced`, for a `SteadyStep`. nonfinite: the index of a result that is not finite; -1
@@ -123,7 +120,7 @@ class MistakeChecks:
         if nonfinite < 0:
             _averaged.clear()
             return True
-        return self.passes_reduced([], plan, values, nonfinite)
+        return self.passes_reduced(None, plan, values, nonfinite)
 
     def window_starts(self, plan: Plan) -> bytes:
         """Return the number of elements before each parameter, for `native.hash_window`."""
@@ -131,8 +128,7 @@ class MistakeChecks:
 
     def passes_overlapped(
         self,
-        flags: list[int],
-        windows: list[int],
+        agreement: Agreement,
         plan: Plan,
         values: Sequence[Any],
         params: Any,
@@ -140,12 +136,12 @@ class MistakeChecks:
     ) -> bool:
         """As `passes` and `passes_reduced`, for gradients that were scanned by `scan_bucket`, or checked by their
         reductions."""
-        if drift_window.windows_differ(windows):
+        if drift_window.windows_differ(agreement.hashes):
             self._compare_ranks(plan, values, params)
         self.steps += 1
-        if any(flag & finite.NONFINITE for flag in flags):
+        if agreement.any(NONFINITE):
             return self._refuse_nonfinite(self._found)
-        return self.passes_reduced(flags, plan, values, nonfinite)
+        return self.passes_reduced(agreement, plan, values, nonfinite)
 
     def end(self, updated: bool) -> None:
         """End a step. updated: whether the optimizer has made an update."""
@@ -154,8 +150,8 @@ class MistakeChecks:
 
     def _refuse_nonfinite(self, found: dict[str, str], overflow: str = "") -> bool:
         """found: this rank's gradients that are not finite. overflow: the problem if no rank has any."""
-        everyone = functions.allgather_object(found, f"{self._title}: not finite")
-        verdict = finite.verdict(everyone, functions.current().active.ranks) if any(everyone) else overflow
+        everyone = self._communicator.allgather_object(found, f"{self._title}: not finite").wait()
+        verdict = finite.verdict(everyone, self._communicator.active.ranks) if any(everyone) else overflow
         return self._refuse(verdict)
 
     def _refuse(self, problem: str) -> bool:
@@ -188,7 +184,7 @@ class MistakeChecks:
         except Exception as error:  # such as of the user's state_dict: the other ranks wait in the exchange
             problem = f"comparing the ranks' parameters: {type(error).__name__}: {error}"
         title = f"{self._title}: check of the ranks' parameters"
-        notes = [each.note for each in functions.current().check("step", title, note=note, problem=problem).wait()]
+        notes = [each.note for each in self._communicator.check("step", title, note=note, problem=problem).wait()]
         if len({note >> _BITS for note in notes}) > 1:
             self._raise_drift(parts)
         self._equal_at = self.steps + 1
@@ -198,13 +194,14 @@ class MistakeChecks:
         """Find the parts that differ. Raises DriftError, unless only the payloads of NaN differ."""
         outside = self._updates.outside() if self._updates else 0
         mine = drift.table(parts), outside, self.steps + 1, self._equal_at
-        everyone = functions.allgather_object(mine, f"{self._title}: what differs")
+        communicator = self._communicator
+        everyone = communicator.allgather_object(mine, f"{self._title}: what differs").wait()
         tables, counts, steps, equal_at = (list(each) for each in zip(*everyone, strict=True))
-        ranks = functions.current().active.ranks
+        ranks = communicator.active.ranks
         missed_steps = len(set(steps)) > 1  # by ranks that had joined
         title = f"{self._title}: search for the first difference"
         values = drift.describe_first_differences(
-            parts, drift.differing_parts(tables), ranks, lambda mine: functions.allgather_object(mine, title)
+            parts, drift.differing_parts(tables), ranks, lambda mine: communicator.allgather_object(mine, title).wait()
         )
         if problem := drift.verdict(tables, max(steps), max(equal_at), counts, ranks, missed_steps, values):
             raise DriftError(f"{self._title}: {problem}")
@@ -337,7 +334,7 @@ def _warn_unused(_: BaseException | None) -> None:
     """Warn of optimizers that were wrapped, but stepped only without the wrapper: each rank trained alone."""
     for optimizer, before in [(reference(), count) for reference, count in _unused.values()]:
         made = (_count(optimizer) or 0) - before
-        if made > 0 and world.is_initialized() and functions.current().size > 1:
+        if made > 0 and world.is_initialized() and world.current().communicator.size > 1:
             log.warning(
                 f"a distributed {type(optimizer).__name__} made no step, but the optimizer it wraps made {made} by "
                 "itself: each rank trained alone. Call step of what allred.distributed returned"

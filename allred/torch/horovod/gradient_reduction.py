@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from allred.comm import ops
+from allred.comm.communicator import Communicator
 from allred.comm.device_reduce import PreparedReduction
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Work
@@ -54,22 +55,32 @@ class GradientReduction:
 class CompressedReducer(Reducer):
     """Compresses gradients by a compressor of the program, reduces the results, and decompresses them."""
 
-    checks_finite = checks_finite_on_gpu = False
-
     def __init__(self, reduction: GradientReduction, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._reduction = reduction
 
-    def start_negotiation(self, title: str, lines: Any, settings: str, *arguments: Any) -> Work[Any]:
+    def checks_finite(self, communicator: Communicator) -> bool:
+        return False
+
+    checks_finite_on_gpu = checks_finite
+
+    def expect_steady(self, *arguments: Any) -> None:
+        """A step allreduce would not compress."""
+
+    def start_negotiation(
+        self, communicator: Communicator, title: str, lines: Any, settings: str, *arguments: Any
+    ) -> Work[Any]:
         kind, factor = self._reduction.compression, self._reduction.predivide_factor
         name = getattr(kind, "__name__", type(kind).__name__)
         settings = f"{settings} compressor={name} gradient_predivide_factor={factor}"
-        return super().start_negotiation(title, lines, settings, *arguments)
+        return super().start_negotiation(communicator, title, lines, settings, *arguments)
 
     def prepare(self, *arguments: Any) -> PreparedReduction | None:
         return None
 
-    def allreduce_(self, plan: Plan, values: list[Any], weight: float | None, *checks: Any) -> int | None:
+    def allreduce_(
+        self, communicator: Communicator, plan: Plan, values: list[Any], weight: float | None, *checks: Any
+    ) -> int | None:
         compression, factor = self._reduction.compression, self._reduction.predivide_factor
         given = [(tensor.name, value) for tensor, value in zip(plan.tensors, values, strict=True) if value is not None]
         gradients = [value if isinstance(value, torch.Tensor) else as_tensor(value) for _, value in given]
@@ -80,7 +91,7 @@ class CompressedReducer(Reducer):
             kept.append(context)
         arrays = [view(each) for each in compressed]
         tensors = [tensor_of(name, array) for (name, _), array in zip(given, arrays, strict=True)]
-        super().allreduce_(self.plan(tensors), arrays, weight)
+        super().allreduce_(communicator, self.plan(tensors), arrays, weight)
         for gradient, made, context in zip(gradients, compressed, kept, strict=True):
             gradient.copy_(compression.decompress(made.mul_(factor) if factor != 1.0 else made, context))
         return None

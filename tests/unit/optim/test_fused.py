@@ -71,8 +71,9 @@ def test_hyper_parameters_of_a_subclass_are_asked(calls):
     for _ in range(3):
         warm.step(params[0], np.ones(4))
         plain.step(params[1], np.ones(4))
-    assert calls == [True] * 6
+    assert calls == [True, True]  # the other steps update all tensors in one call
     assert warm.asked == 3
+    np.testing.assert_array_equal(*params)
     np.testing.assert_array_equal(*params)
 
 

@@ -1,5 +1,7 @@
 """Steps with input like that of the step before: one call of C updates all tensors, and all input is still checked."""
 
+import collections
+
 import numpy as np
 import pytest
 
@@ -224,7 +226,8 @@ def test_leaves_of_a_known_structure(leaves_of):
     assert leaves_of(known, tree) == [leaf for _, leaf in nest.leaves(tree)]
     for other in ({"b": [1, (2, {"c": 3})], "a": 4}, {**tree, "b": [1]}, {**tree, "b": (1, (2, {"c": 3}))}, [1], None):
         assert leaves_of(known, other) is None
-    assert nest.structure(3.0) is None
+    assert leaves_of(nest.structure(3.0), 4.0) == [4.0]
+    assert leaves_of(nest.structure({1: collections.OrderedDict()}), {1: 2}) is None
 
 
 def test_a_structure_of_something_else_is_an_error():
