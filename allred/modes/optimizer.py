@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from allred import log, nest, world
 from allred.comm import functions
+from allred.comm.communicator import Communicator
 from allred.comm.header import hash_text
 from allred.comm.ops import Compression, ReduceOp
 from allred.errors import CheckpointError, InputError, MismatchError, NonFiniteError
@@ -175,8 +176,7 @@ class DistributedOptimizer:
 
     def _step(self, params: Any, grads: Any, samples: int | None, refusal: str = "") -> None:
         """As `step`. refusal: why this rank's gradients cannot be used."""
-        mode, own = self._get_mode(), self.process_set
-        communicator = world.current().communicator if own is None else functions.current(own)
+        mode, communicator = self._get_mode(), self._communicator()
         tensors, leaves, values, problem, plain = self._matcher.match(params, grads)
         problem = refusal or problem
         try:
@@ -198,14 +198,22 @@ class DistributedOptimizer:
             self._accumulator.clear()
         try:
             given = _new_input((communicator, params, grads, tensors, leaves, values, samples, problem, plain))
-            if own is None and recorder.current is None:
+            if self.process_set is None and recorder.current is None:
                 mode.step(given)
             else:
-                with span("step", self.name), functions.within(own):  # a custom optimizer may call collectives
+                with (
+                    span("step", self.name),
+                    functions.within(self.process_set),
+                ):  # a custom optimizer may call collectives
                     mode.step(given)
         except (InputError, MismatchError, NonFiniteError) as error:
             communicator.queue.record_error(error)
             raise
+
+    def _communicator(self) -> Communicator:
+        """Return the communicator of this optimizer's ranks."""
+        own = self.process_set
+        return world.current().communicator if own is None else functions.current(own)
 
     def reduce(self, name: str, grad: Any, samples: int | None = None) -> None:
         """Start to reduce one gradient of the next step, while others are still computed.
@@ -236,8 +244,7 @@ class DistributedOptimizer:
                 "a step are complete only in its last step() call; do not call reduce()"
             )
         mode = self._get_mode()
-        with functions.within(self.process_set):
-            mode.reduce(functions.current(), name, grad, self._samples.of_reduce(samples))
+        mode.reduce(self._communicator(), name, grad, self._samples.of_reduce(samples))
 
     def broadcast(self, params: Any, root: int | None = None) -> None:
         """Copy the parameters of the root to all ranks, in place, with its optimizer state and scaler. Collective.

@@ -162,7 +162,9 @@ class SyncMode(Mode):
             log.info(self._first_step(communicator, given.tensors))
         if mean is not None:
             if self._completes is not None:  # a hooked torch optimizer reduces its sparse gradients
-                mean = self._completes(given.tensors, mean, self._reducer.weight, self._options.op is ReduceOp.AVERAGE)
+                mean = self._completes(
+                    communicator, given.tensors, mean, self._reducer.weight, self._options.op is ReduceOp.AVERAGE
+                )
             if clipper.limit is not None or clipper.scaler is not None:
                 mean = clipper.clip_reduced(communicator, mean)
             if recorder.current is None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -43,10 +42,3 @@ def decide_overlap(title: str, parameters: Mapping[str, torch.Tensor], size: int
     when = "during the backward pass" if overlaps else "in one group at the end of the backward pass"
     log.info(f"{title}: gradients are sent {when}, because {reason}")
     return overlaps
-
-
-def layout_of(parameters: Mapping[str, torch.Tensor], overlaps: bool) -> tuple[Any, ...]:
-    """Return what all ranks have agreed on: names, and with the order of gradients shapes and dtypes."""
-    if not overlaps:
-        return tuple(parameters)
-    return tuple((name, parameter.shape, parameter.dtype) for name, parameter in parameters.items())

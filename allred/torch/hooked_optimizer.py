@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from allred import log
-from allred.comm import functions
 from allred.comm.ops import ReduceOp
 from allred.data.loader import claim_samples
 from allred.errors import AllredError, InputError
@@ -32,10 +31,10 @@ from allred.modes.sync import SyncMode
 from allred.ps import context
 from allred.torch import reduced_marks
 from allred.torch.backward_callbacks import call_after_backward
-from allred.torch.backward_state import BackwardPass, NextStep, decide_overlap, layout_of
+from allred.torch.backward_state import BackwardPass, NextStep, decide_overlap
 from allred.torch.gradient_hooks import GradientHooks
 from allred.torch.module_checkpoints import ModuleCheckpoints
-from allred.torch.optimizer_adapter import OptimizerAdapter, is_trained
+from allred.torch.optimizer_adapter import OptimizerAdapter, is_trained, layout_of
 from allred.torch.reduction_agreement import ReductionAgreement
 from allred.torch.replaced_methods import replace_methods, restore_methods
 from allred.torch.tensors import copy_like
@@ -224,9 +223,7 @@ class HookedOptimizer(ModuleCheckpoints):
 
     def decide_overlap(self) -> bool:
         """Internal: whether the setting allows gradients to be sent during the backward pass."""
-        return decide_overlap(
-            self.name, dict(self._adapter.named_parameters()), functions.current(self.process_set).size
-        )
+        return decide_overlap(self.name, dict(self._adapter.named_parameters()), self._communicator().size)
 
     def _has_overlap(self) -> bool:
         """Whether gradients may be sent during the backward pass. Decided in the first call."""
@@ -271,18 +268,18 @@ class HookedOptimizer(ModuleCheckpoints):
     def _reduce_all(self) -> None:
         samples, mode, parameters = self._samples_of_step(), self._sync_mode(), self._trained()
         backward, self._backward = self._backward, BackwardPass()
-        layout = layout_of(parameters, self._has_overlap())
-        with functions.within(self.process_set):
-            if self._agreed_layout != layout:  # on all ranks
-                self._adapter.sparse.agree_on_names(parameters, self.name)
-                if self._agreed_layout is not None:
-                    mode.forget_order()
-                self._agreed_layout = layout
-            problem = backward.problem or self._adapter.sparse.refusal(parameters)
-            if self._marks:
-                problem = problem or reduced_marks.refusal(parameters, self._options.op)
-                if reduced_marks.marked(parameters, *reduced_marks.BOTH):  # on all ranks
-                    mode.forget_order()
+        layout, sparse, problem = layout_of(parameters, self._has_overlap()), self._adapter.sparse, backward.problem
+        if self._agreed_layout != layout:  # on all ranks
+            sparse.agree_on_names(self._communicator(), parameters, self.name)
+            if self._agreed_layout is not None:
+                mode.forget_order()
+            self._agreed_layout = layout
+        if sparse.names or any(each.grad is not None and each.grad.is_sparse for each in parameters.values()):
+            problem = problem or sparse.refusal(parameters)
+        if self._marks:
+            problem = problem or reduced_marks.refusal(parameters, self._options.op)
+            if reduced_marks.marked(parameters, *reduced_marks.BOTH):  # on all ranks
+                mode.forget_order()
         mode.in_skipped_step = self._next.is_skipped
         params, grads = ({}, {}) if problem else self._adapter.step_input()
         reduced = reduced_marks.marked(parameters, reduced_marks.REDUCED) if self._marks and not problem else []
@@ -344,8 +341,8 @@ class HookedOptimizer(ModuleCheckpoints):
 
     def _compare(self) -> None:
         """Compare the gradients between the ranks, if they were not reduced in the same way on all."""
-        with self._reset_step_on_error(), functions.within(self.process_set):
-            self.reduction_agreement.compare(self._adapter.reduced_gradients)
+        with self._reset_step_on_error():
+            self.reduction_agreement.compare(self._communicator(), self._adapter.reduced_gradients)
 
     def _end_step(self) -> None:
         self._next = NextStep()
@@ -366,8 +363,7 @@ class HookedOptimizer(ModuleCheckpoints):
             return
         scale = getattr(self._adapter.optimizer, "grad_scale", None)  # of torch's GradScaler, if the update unscales
         gradients = list(self._adapter.reduced_gradients().values())
-        with functions.within(self.process_set):
-            self._clipper.clip_for_update(functions.current(), gradients, 1.0 if scale is None else float(scale))
+        self._clipper.clip_for_update(self._communicator(), gradients, 1.0 if scale is None else float(scale))
         self._adapter.release_gradients()
 
     def _mean_loss(self, closure: Callable[[], Any]) -> Any:
@@ -381,8 +377,8 @@ class HookedOptimizer(ModuleCheckpoints):
         if loss is None:
             return None
         value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
-        with functions.within(self.process_set):
-            total = functions.allgather_object((value, samples), f"{self.name}: loss of the closure")
+        title = f"{self.name}: loss of the closure"
+        total = self._communicator().allgather_object((value, samples), title).wait()
         counts = [1 if count is None else count for _, count in total]
         used = [value * count for (value, _), count in zip(total, counts, strict=True) if count]  # 0 rows: NaN
         mean = sum(used) / sum(counts)

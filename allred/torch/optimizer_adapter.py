@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from allred.arrays import Array
+from allred.comm.communicator import Communicator
 from allred.errors import InputError
 from allred.modes.detect.parameter_changes import remedy
 from allred.optim.base import Optimizer
@@ -47,6 +48,13 @@ def detached_view(tensor: torch.Tensor) -> Any:
 def is_trained(parameter: torch.Tensor) -> bool:
     """Whether torch may update a parameter: also a frozen one that still has a gradient."""
     return parameter.requires_grad or parameter.grad is not None
+
+
+def layout_of(parameters: Mapping[str, torch.Tensor], overlaps: bool) -> tuple[Any, ...]:
+    """Return what all ranks have agreed on: names, and with the order of gradients shapes and dtypes."""
+    if not overlaps:
+        return tuple(parameters)
+    return tuple((name, parameter.shape, parameter.dtype) for name, parameter in parameters.items())
 
 
 def _gradient_view(grad: torch.Tensor) -> Any:
@@ -281,7 +289,9 @@ class OptimizerAdapter(Optimizer):
     def update(self, param: Array, grad: Array, slots: Slots, lr: float, step: int) -> None:
         raise NotImplementedError("torch updates all parameters at once")
 
-    def complete_reduction(self, tensors: Any, values: list[Any], weight: float | None, average: bool) -> list[Any]:
+    def complete_reduction(
+        self, communicator: Communicator, tensors: Any, values: list[Any], weight: float | None, average: bool
+    ) -> list[Any]:
         """Reduce the sparse gradients. Collective. tensors, values: descriptors and reduced values of all gradients.
         Returns `values` with the placeholders of sparse gradients replaced by their reduced values."""
         if not self.sparse.names:
@@ -291,7 +301,7 @@ class OptimizerAdapter(Optimizer):
         values = list(values)
         for name, index in places.items():
             if values[index] is not None:  # some rank has this gradient
-                values[index] = self.sparse.reduce(name, parameters[name], weight, average)
+                values[index] = self.sparse.reduce(communicator, name, parameters[name], weight, average)
         return values
 
     def step(self, params: Any, grads: Any) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from allred.comm import functions
+from allred.comm.communicator import Communicator
 from allred.comm.header import by_rank
 from allred.errors import InputError
 from allred.gpu.device_arrays import to_host
@@ -52,7 +52,7 @@ class ReductionAgreement:
         self._number += 1
         self.has_local = False
 
-    def compare(self, gradients: Callable[[bool], dict[str, Any]]) -> None:
+    def compare(self, communicator: Communicator, gradients: Callable[[bool], dict[str, Any]]) -> None:
         """Before an update: if the ranks have differed, compare their reduced gradients. Collective then. Raises
         InputError if they are not equal.
 
@@ -62,10 +62,10 @@ class ReductionAgreement:
         if not self._differs:
             return
         title = f"{self._title}: comparison of the reduced gradients"
-        fields = functions.current().check("step", title, note=drift.fingerprint(_parts(gradients(False)))).wait()
+        fields = communicator.check("step", title, note=drift.fingerprint(_parts(gradients(False)))).wait()
         if len({each.note for each in fields}) == 1:
             return
-        tables = functions.allgather_object(drift.table(_parts(gradients(True))), title)
+        tables = communicator.allgather_object(drift.table(_parts(gradients(True))), title).wait()
         odd = [name for _, name in drift.differing_parts(tables)]
         if odd:
             raise InputError(

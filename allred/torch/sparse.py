@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from allred.comm import functions
+from allred.comm.communicator import Communicator
 from allred.torch.tensors import as_array, as_tensor
 
 
@@ -19,11 +19,11 @@ class SparseGradients:
     def __init__(self) -> None:
         self.names: frozenset[str] = frozenset()
 
-    def agree_on_names(self, parameters: dict[str, torch.Tensor], title: str) -> None:
+    def agree_on_names(self, communicator: Communicator, parameters: dict[str, torch.Tensor], title: str) -> None:
         """Agree on the names of parameters with sparse gradients on any rank. Collective. A rank without a gradient
         keeps the previous result for this parameter."""
         here = [name for name, parameter in parameters.items() if self._was_sparse(name, parameter)]
-        everyone = functions.allgather_object(here, f"{title}: which gradients are sparse")
+        everyone = communicator.allgather_object(here, f"{title}: which gradients are sparse").wait()
         self.names = frozenset().union(*everyone)
 
     def _was_sparse(self, name: str, parameter: torch.Tensor) -> bool:
@@ -49,15 +49,17 @@ class SparseGradients:
         made = values.abs().max().reshape(1) if values.numel() else values.new_zeros(1)
         return as_array(made)
 
-    def reduce(self, name: str, parameter: torch.Tensor, weight: float | None, average: bool) -> Any:
+    def reduce(
+        self, communicator: Communicator, name: str, parameter: torch.Tensor, weight: float | None, average: bool
+    ) -> Any:
         """Replace a gradient that some rank has by its sum or mean over the ranks. Collective. Returns the array of its
         values. weight: factor of this rank's gradient, or None."""
         grad = parameter.grad if parameter.grad is not None else self.zeros(parameter)
-        size, indices, values = functions.current().active.size, grad.indices(), grad.values()
+        size, indices, values = communicator.active.size, grad.indices(), grad.values()
         if weight is not None:
             values = values * weight if weight else torch.zeros_like(values)  # weight 0: zeros, because 0 * NaN is NaN
-        rows = functions.allgather(np.ascontiguousarray(as_array(indices).T), f"indices of {name}")
-        parts = functions.allgather(np.ascontiguousarray(as_array(values)), f"values of {name}")
+        rows = communicator.allgather(np.ascontiguousarray(as_array(indices).T), f"indices of {name}").wait()
+        parts = communicator.allgather(np.ascontiguousarray(as_array(values)), f"values of {name}").wait()
         total = torch.sparse_coo_tensor(
             as_tensor(rows).T.contiguous(), as_tensor(parts), parameter.shape, check_invariants=False
         ).coalesce()
