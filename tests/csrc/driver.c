@@ -37,7 +37,7 @@ typedef struct {
   size_t arena_used;         /* bytes of its arena that hold arrays of this operation */
   _Atomic int number, ended; /* for whoever watches */
   int covered[ALLRED_DTYPES][ALLRED_OPS], two_phase_count, differed, nan_count;
-  int weighted_count;
+  int weighted_count, weighted_steps;
   int narrowed[2]; /* operations with a tensor that travels as a narrower one: reduced by each rank, or in parts */
 } player;
 
@@ -106,8 +106,11 @@ static allred_header make_header(const player *me, int differs) {
   allred_header header = {.kind = (uint8_t)p->kind, .op = (uint8_t)p->op, .root = p->root, .name = p->seed};
   header.rows = (uint64_t)rank;
   header.note = p->seed + (uint64_t)rank; /* each rank's own */
-  if (p->weighted) {
-    const double weight = weight_of(p, rank);
+  if (p->is_step) {
+    header.kind = ALLRED_KIND_STEP_ALLREDUCE;
+    header.note = samples_of(p, me->scene->ranks, rank);
+  } else if (p->weighted) {
+    const double weight = weight_of(p, me->scene->ranks, rank);
     header.op |= ALLRED_WEIGHTED;
     memcpy(&header.note, &weight, sizeof weight);
   }
@@ -188,6 +191,9 @@ static int allreduce(player *me, const plan *p, const allred_header *header) {
   if (status == ALLRED_DONE && (int)me->operation.nonfinite != p->nan_tensor + 1)
     wrong(me, "wrong tensor is said not to be finite", me->operation.nonfinite, p->nan_at);
   me->weighted_count += status == ALLRED_DONE && p->weighted && p->tensors;
+  me->weighted_steps += status == ALLRED_DONE && p->weighted && p->is_step && p->tensors;
+  if (status == ALLRED_DONE && me->operation.samples != (p->is_step ? (uint64_t)ranks : 0))
+    wrong(me, "wrong number of samples", (size_t)me->operation.samples, 0);
   me->nan_count += status == ALLRED_DONE && p->nan_tensor >= 0;
   if (status == ALLRED_DONE && me->segment.sent - sent + me->segment.in_place - in_place != travels)
     wrong(me, "wrong number of bytes sent", (size_t)(me->segment.sent - sent), 0);
@@ -380,7 +386,8 @@ int main(int count, char **arguments) {
         return fprintf(stderr, "too few operations: dtype %d with operator %d is not among them\n", dtype, op), 1;
   if (!players[0].narrowed[0] || !players[0].narrowed[1])
     return fprintf(stderr, "too few operations: none of some kind travels as a narrower one\n"), 1;
-  if (!players[0].weighted_count) return fprintf(stderr, "too few operations: none has weights\n"), 1;
+  if (!players[0].weighted_count || !players[0].weighted_steps)
+    return fprintf(stderr, "too few operations: none of some kind has weights\n"), 1;
   if (!players[0].nan_count) return fprintf(stderr, "too few operations: none has a NaN\n"), 1;
   if (!players[0].segment.in_place) return fprintf(stderr, "too few operations: none is reduced in place\n"), 1;
   if (!players[0].segment.read_in_place) return fprintf(stderr, "too few operations: none reads from arenas\n"), 1;

@@ -73,6 +73,13 @@ static char *numbers(uint64_t seed, int dtype, size_t tensor, int of_rank, size_
   return data;
 }
 
+/* In a step, one rank has two samples and the next one none, if they differ: all weights are whole numbers. */
+static uint64_t samples_of(int all, int rank, int differ, uint64_t seed) {
+  const int two = (int)(draw(seed, 10, 0) % (uint64_t)all);
+  if (!differ || all == 1) return 1;
+  return rank == two ? 2 : rank == (two + 1) % all ? 0 : 1;
+}
+
 static int advance(rank *me, allred_operation *op, int number) {
   int status;
   for (uint64_t before = (uint64_t)-1;; before = op->progress_count) {
@@ -96,9 +103,14 @@ static void *run(void *argument) {
     const uint64_t seed = draw(77, (uint64_t)number, (uint64_t)me->layout->hosts);
     const int differs = draw(seed, 1, 0) % 8 == 0, odd = (int)(draw(seed, 2, 0) % (uint64_t)me->all);
     const int is_exchange = draw(seed, 3, 0) % 5 == 0;
-    const int op = draw(seed, 4, 0) % 3 == 0 ? ALLRED_MAX : ALLRED_SUM;
+    const int is_step = !is_exchange && draw(seed, 9, 0) % 3 == 0, uneven = is_step && draw(seed, 9, 1) % 3;
+    const int op = is_step ? ALLRED_AVERAGE : draw(seed, 4, 0) % 3 == 0 ? ALLRED_MAX : ALLRED_SUM;
     const size_t count = is_exchange ? 0 : 1 + draw(seed, 5, 0) % MAX_TENSORS;
     allred_header header = {.kind = 1, .op = (uint8_t)op, .name = seed, .note = (uint64_t)me->number};
+    if (is_step) {
+      header.kind = ALLRED_KIND_STEP_ALLREDUCE;
+      header.note = samples_of(me->all, me->number, uneven, seed);
+    }
     if (differs && me->number == odd) header.count = 1;
     allred_operation operation;
     allred_tensor tensors[MAX_TENSORS];
@@ -109,7 +121,7 @@ static void *run(void *argument) {
       const uint64_t size = draw(seed, 6, i) % 4;
       counts[i] = 1 + draw(seed, 7, i) % (size == 0 ? 4 : size == 1 ? 300 : size == 2 ? 5000 : 40000);
       if (differs && me->number == odd) counts[i] += 3; /* another size: nothing may be read or written */
-      kinds[i] = dtypes[(draw(seed, 8, 0) + i / 3) % 5];
+      kinds[i] = dtypes[(draw(seed, 8, 0) + i / 3) % (is_step ? 2 : 5)];
       in[i] = numbers(seed, kinds[i], i, me->number, counts[i]);
       tensors[i] = (allred_tensor){in[i], in[i], counts[i] * allred_dtype_bytes(kinds[i]), kinds[i], 0, (uint32_t)i, 0};
     }
@@ -120,11 +132,19 @@ static void *run(void *argument) {
     const int status = advance(me, &operation, number);
     if ((status == ALLRED_DIFFER) != (differs && me->all > 1)) fail(me, number, "wrong status", (size_t)status);
     for (int other = 0; other < me->all; other++)
-      if (allred_board_header(&me->segment, other, (uint64_t)number)->note != (uint64_t)other)
+      if (allred_board_header(&me->segment, other, (uint64_t)number)->note !=
+          (is_step ? samples_of(me->all, other, uneven, seed) : (uint64_t)other))
         fail(me, number, "wrong header", (size_t)other);
     for (size_t i = 0; i < count; i++) {
       char *all[64];
-      for (int other = 0; other < me->all; other++) all[other] = numbers(seed, kinds[i], i, other, counts[i]);
+      for (int other = 0; other < me->all; other++) {
+        all[other] = numbers(seed, kinds[i], i, other, counts[i]);
+        if (!uneven || status == ALLRED_DIFFER) continue;
+        char *plain = numbers(seed, kinds[i], i, other, counts[i]);
+        allred_weigh(all[other], plain, counts[i] * allred_dtype_bytes(kinds[i]), kinds[i],
+                     (double)samples_of(me->all, other, 1, seed));
+        free(plain);
+      }
       char *right = malloc(counts[i] * allred_dtype_bytes(kinds[i]));
       allred_reduce_kernel(0, kinds[i], op)(right, (const void *const *)all, me->all, counts[i], me->all);
       const char *expected = status == ALLRED_DIFFER ? all[me->number] : right;

@@ -37,6 +37,7 @@ typedef struct {
   int wire;                          /* what wide floats of an allreduce travel as; 0: as they are */
   int arenas;                        /* 0: there are none; 1: all arrays lie in them; 2: some do */
   int weighted;                      /* ranks have weights: 0 or 1, or with floats only, 0 to 2 */
+  int is_step;                       /* an average whose headers have numbers of samples; weighted: these differ */
   int has_integers;
   size_t tensors, counts[MAX_TENSORS];
   int dtypes[MAX_TENSORS];
@@ -75,7 +76,15 @@ static int wire_of(const plan *p, int dtype) {
   return p->kind == ALLREDUCE && allred_narrows(dtype, p->wire) ? p->wire : 0;
 }
 
-static double weight_of(const plan *p, int rank) {
+/* The mean of all is 1, and the weighted average is a whole number, as `given` is made. */
+static uint64_t samples_of(const plan *p, int ranks, int rank) {
+  if (!p->weighted || ranks == 1) return 1;
+  if (ranks == 3) return rank == 2 ? 3 : 0;
+  return rank % 2 ? 2 : 0;
+}
+
+static double weight_of(const plan *p, int ranks, int rank) {
+  if (p->is_step) return (double)samples_of(p, ranks, rank);
   return p->weighted ? (double)(draw(p->seed, 19, (uint64_t)rank) % (p->has_integers ? 2 : 3)) : 1;
 }
 
@@ -95,7 +104,8 @@ static plan make_plan(const scene *scene, uint64_t seed) {
     i += allred_reduce_kernel(0, dtypes[i], p.op) != NULL;
   }
   p.dtypes[0] = dtypes[0]; /* of a reducescatter */
-  p.weighted = p.kind == ALLREDUCE && p.op == ALLRED_SUM && draw(seed, 19, MAX_RANKS) % 3;
+  p.is_step = p.kind == ALLREDUCE && p.op == ALLRED_AVERAGE && draw(seed, 20, 0) % 3;
+  p.weighted = p.kind == ALLREDUCE && (p.op == ALLRED_SUM || p.is_step) && draw(seed, 19, MAX_RANKS) % 3;
   for (size_t t = 0; t < p.tensors; t++) {
     p.dtypes[t] = dtypes[draw(seed, 8, t) % 4 == 0];
     p.has_integers |= p.dtypes[t] < ALLRED_FLOAT16;
@@ -108,7 +118,7 @@ static plan make_plan(const scene *scene, uint64_t seed) {
   if (p.nan_tensor >= 0 && (p.dtypes[p.nan_tensor] < ALLRED_FLOAT16 || !p.counts[p.nan_tensor])) p.nan_tensor = -1;
   p.nan_at = p.nan_tensor < 0 ? 0 : draw(seed, 18, 2) % p.counts[p.nan_tensor];
   p.nan_rank = (int)(draw(seed, 18, 3) % (uint64_t)scene->ranks);
-  if (weight_of(&p, p.nan_rank) == 0) p.nan_tensor = -1;
+  if (weight_of(&p, scene->ranks, p.nan_rank) == 0) p.nan_tensor = -1;
   return p;
 }
 
@@ -129,9 +139,9 @@ static int64_t given(const plan *p, int dtype, size_t tensor, size_t i, int rank
 }
 
 static int64_t reduced(const plan *p, int ranks, int dtype, size_t tensor, size_t i) {
-  int64_t all = given(p, dtype, tensor, i, 0) * (int64_t)weight_of(p, 0);
+  int64_t all = given(p, dtype, tensor, i, 0) * (int64_t)weight_of(p, ranks, 0);
   for (int rank = 1; rank < ranks; rank++) {
-    const int64_t next = given(p, dtype, tensor, i, rank) * (int64_t)weight_of(p, rank);
+    const int64_t next = given(p, dtype, tensor, i, rank) * (int64_t)weight_of(p, ranks, rank);
     if (p->op == ALLRED_MIN)
       all = next < all ? next : all;
     else if (p->op == ALLRED_MAX)
