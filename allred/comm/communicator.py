@@ -16,7 +16,7 @@ import numpy as np
 
 from allred import arrays
 from allred.arrays import Array
-from allred.comm import header
+from allred.comm import header, node_memory
 from allred.comm.arguments import (
     array_descriptor,
     as_list,
@@ -76,19 +76,55 @@ class Communicator(Group):
         if self.gpu is not None and is_device(value):
             return self.gpu.allreduce(value, op, name, compression, in_place)
 
-        def steps() -> Steps[Array]:
-            source, target = source_and_target(value, in_place)
-            yield from self._reduce(Reduction("allreduce", [source], [target], op, name, compression))
-            return target
+        if self._takes_fast_path(value, in_place) and type(name) is str and self.queue.track is None:
+            return self.queue.start(
+                f"allreduce{quoted(name) if name else ''}", self._fast_allreduce(value, in_place, op, name, compression)
+            )
+        return self.start("allreduce", name, self._general_allreduce(value, in_place, op, name, compression))
 
-        return self.start("allreduce", name, steps())
+    def _takes_fast_path(self, value: Any, in_place: bool) -> bool:
+        """Whether C may check the array. It looks at more than this does."""
+        usable = type(value) is np.ndarray and not (in_place and node_memory.ranges and is_shared(value))
+        return usable and self.fast_path is not None and not self.checks_places
+
+    def _general_allreduce(self, value: Any, in_place: bool, *reduction: Any) -> Steps[Array]:
+        """reduction: the other fields of `Reduction`."""
+        source, target = source_and_target(value, in_place)
+        yield from self._reduce(Reduction("allreduce", [source], [target], *reduction))
+        return target
+
+    def _fast_allreduce(self, value: Array, in_place: bool, *reduction: Any) -> Steps[Array]:
+        """As `_general_allreduce`; C checks the array, where it can, and makes the header."""
+        op, name, compression = reduction
+        fast, work, target = self.fast_path, self.queue.advancing, value if in_place else empty_like(value)
+        assert fast is not None
+        assert work is not None
+        wire = 0 if compression is _NONE else wire_code(compression)
+        begun = None if target is None else fast.start_allreduce(value, target, op, name, wire)
+        if begun is None or target is None:
+            return (yield from self.announcing("allreduce", name, self._general_allreduce(value, in_place, *reduction)))
+        given = Reduction("allreduce", [value], [target], *reduction)
+        work.described = given.descriptor, lambda: fast.number
+        yield begun
+        if begun.headers_agree:
+            self._active, work.ranks = None, self.size
+        else:
+            yield from self._repeat(given)
+        return target
+
+    def _repeat(self, reduction: Reduction) -> Steps[None]:
+        """Reduce contiguous arrays after headers differ, if the reason is that some ranks have joined."""
+        group, _ = yield from self._resolve(reduction.descriptor())
+        assert self.queue.advancing is not None
+        self.queue.advancing.ranks = group.size
+        yield from reduction.move(group, [arrays.flat(target) for target in reduction.targets])
 
     def allreduce_blocking(
         self, value: Any, in_place: bool, op: ReduceOp, name: str, compression: Compression = _NONE
     ) -> Array:
         """Start `allreduce` and wait for the result; takes the fast path of the backend if possible."""
-        usable = type(value) is np.ndarray and not (in_place and is_shared(value))
-        if self.fast_path is not None and usable and self.queue.idle and not self.checks_places:
+        if self._takes_fast_path(value, in_place) and self.queue.idle:
+            assert self.fast_path is not None
             target = value if in_place else empty_like(value)
             if target is not None:
                 try:

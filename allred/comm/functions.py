@@ -31,11 +31,11 @@ from typing import Any, TypeVar
 
 from allred import world
 from allred.arrays import Array
-from allred.comm import header, replicas
+from allred.comm import replicas
 from allred.comm.communicator import Communicator
 from allred.comm.ops import Compression, ReduceOp
 from allred.comm.process_set import ProcessSet, communicators
-from allred.comm.work import Work
+from allred.comm.work import Work, call_site
 from allred.errors import InputError
 
 T = TypeVar("T")
@@ -305,7 +305,7 @@ def enable_progress(communicator: Communicator) -> None:
 
 def _started(work: Work[T]) -> Work[T]:
     """Keep the line of the program that started the operation, for messages."""
-    work.place = header.call_site()
+    work.place = call_site()
     return work
 
 

@@ -18,7 +18,7 @@ from allred.comm import header
 from allred.comm.arguments import check_name
 from allred.comm.backends.backend import Backend, DeviceBackend, pickled
 from allred.comm.header import OpDescriptor, quoted
-from allred.comm.work import Steps, Work, WorkQueue
+from allred.comm.work import Steps, Work, WorkQueue, call_site
 from allred.errors import InputError
 from allred.gpu.launch_order import LaunchTurn
 from allred.timeline.recorder import Operation, Track
@@ -110,24 +110,23 @@ class Group:
         """Start an operation. If its arguments cannot be used on this rank, its header says so to the other ranks.
         turn: of an operation on device arrays."""
 
-        title = f"{kind}{quoted(name)}"
+        return self.queue.start(f"{kind}{quoted(name)}", self.announcing(kind, name, body), turn)
 
-        def steps() -> "Steps[T]":  # quoted: evaluating the annotation takes a microsecond for every operation
-            before = self._sequence
-            try:
-                check_name(name)
-                result = yield from body
-                assert self.queue.advancing is not None
-                self.queue.advancing.ranks = self.active.size
-                return result
-            except Exception as error:
-                if self._sequence != before:  # after the header exchange: the other ranks know
-                    raise
-                problem = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
-            yield from self.agree(OpDescriptor(kind, title=title, problem=problem))
-            raise AssertionError("a header with a problem never agrees")
-
-        return self.queue.start(title, steps(), turn)
+    def announcing(self, kind: str, name: str, body: Steps[T]) -> Steps[T]:
+        """Run the steps of an operation. If its arguments cannot be used on this rank, announce this to the others."""
+        before = self._sequence
+        try:
+            check_name(name)
+            result = yield from body
+            assert self.queue.advancing is not None
+            self.queue.advancing.ranks = self.active.size
+            return result
+        except Exception as error:
+            if self._sequence != before:  # after the header exchange: the other ranks know
+                raise
+            problem = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+        yield from self.agree(OpDescriptor(kind, title=f"{kind}{quoted(name)}", problem=problem))
+        raise AssertionError("a header with a problem never agrees")
 
     def agree(self, descriptor: OpDescriptor) -> "Steps[tuple[Group, list[bytes]]]":
         """Exchange headers. Return the group that runs the operation, and the headers of its ranks. Raises the same
@@ -210,7 +209,7 @@ class Group:
 
     def _place(self) -> str:
         """Return the line of the program that started the current operation."""
-        return self.queue.advancing.place if self.queue.advancing and self.queue.advancing.place else header.call_site()
+        return self.queue.advancing.place if self.queue.advancing and self.queue.advancing.place else call_site()
 
     def _resolve(self, descriptor: OpDescriptor) -> "Steps[tuple[Group, list[bytes]]]":
         """As `agree`, after headers differ: exchange descriptors, and find the ranks that have not joined. A step that

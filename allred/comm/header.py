@@ -25,10 +25,7 @@ import dataclasses
 import functools
 import hashlib
 import math
-import os
 import struct
-import sys
-import types
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -36,7 +33,6 @@ from allred.errors import AllredError, InputError, MismatchError
 from allred.wording import named
 
 BYTES = 64
-_NOT_THE_PROGRAM = ("allred", "_allred_torch", "contextlib", "torch", "typing_extensions")
 AGREED = slice(0, 48)
 WIRE_SHIFT = 4
 WEIGHTED = 128
@@ -167,14 +163,6 @@ def repeats_step(calls: list[OpDescriptor]) -> bool:
         and len({call.title for call in here}) == 1
         and not any(call.problem for call in calls)
     )
-
-
-def call_site() -> str:
-    """Return the innermost line of the caller outside allred, such as "train.py:87"."""
-    frame: types.FrameType | None = sys._getframe()
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_PROGRAM:
-        frame = frame.f_back
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""
 
 
 def verdict(calls: list[OpDescriptor], ranks: Sequence[int] | None = None) -> AllredError:

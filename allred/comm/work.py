@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+import types
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_NOT_THE_PROGRAM = ("allred", "_allred_torch", "contextlib", "torch", "typing_extensions")
 _SPINS = 50  # tests in a row before the core is yielded; about 20 us
 SPIN_WAIT_S = 0.001
 _AWAKE_S = 0.1  # without progress for this long, start to sleep
@@ -108,6 +110,14 @@ class _NoEngine:
 
 
 Steps = Generator[Pending, None, T]
+
+
+def call_site() -> str:
+    """Return the innermost line of the caller outside allred, such as "train.py:87"."""
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_PROGRAM:
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""
 
 
 class UserCodeError(Exception):

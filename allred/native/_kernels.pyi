@@ -140,6 +140,8 @@ class Segment:
     ) -> Operation | Literal[True] | None:
         """Reduce by the fast path. True if done; an Operation that takes longer; None if the fast path is not
         possible."""
+    def start_allreduce(self, source: Any, target: Any, op: Any, name: Any, wire: int, /) -> Operation | None:
+        """Begin the same as an operation of the queue. The caller holds the lock. None if this is not possible."""
     def grouped_allreduce(
         self,
         sources: list[Any],

@@ -22,8 +22,9 @@ import torch.distributed as dist
 
 from allred import world
 from allred.arrays import flat
-from allred.comm import header, process_set
+from allred.comm import process_set
 from allred.comm.communicator import Communicator
+from allred.comm.work import call_site
 from allred.errors import AllredError, InputError
 from allred.torch import data_movement, reductions, rendezvous
 from allred.torch.call_arguments import device_of, with_options
@@ -272,7 +273,7 @@ class ProcessGroupAllred(dist.ProcessGroup):
 
     def _start(self, parts: list[StartedOperation], outputs: Tensors, opts: Any = None) -> TorchWork:
         """Return the Work of operations that have been started."""
-        place = header.call_site()
+        place = call_site()
         for work, _ in parts:
             work.place = place
         for number in [*itertools.islice(self._unfinished, 2)]:  # a few: the cost is independent of their number

@@ -138,6 +138,26 @@ static PyObject *run(Segment *self, Operation *operation, const allred_header *h
   return (PyObject *)operation;
 }
 
+/* The caller holds the lock of the segment: operations may be pending. */
+PyObject *allred_segment_start_allreduce(Segment *self, PyObject *const *args, Py_ssize_t count) {
+  if (count != 5) return PyErr_Format(PyExc_TypeError, "start_allreduce(source, target, op, name, wire)");
+  allred_header header = {.kind = ALLRED_KIND_ALLREDUCE, .root = -1, .words = allred_mix(0, 1)};
+  if (!self->array_type || !allred_is_own(self) || !read_options(self, args + 2, 3, &header)) Py_RETURN_NONE;
+  Operation *operation = allred_new_operation(1);
+  if (!operation) return NULL;
+  if (!enter(self, operation, args[0], args[1], &header, operation->tensors)) {
+    Py_DECREF((PyObject *)operation);
+    Py_RETURN_NONE;
+  }
+  const allred_tensor *tensor = operation->tensors;
+  header.dtype = (uint8_t)tensor->dtype;
+  header.count = tensor->bytes / allred_dtype_bytes(tensor->dtype);
+  allred_prepare_allreduce(self, operation, &header, tensor->bytes > 0, header.op & ALLRED_OP_BITS);
+  allred_attach(operation, self);
+  allred_queue_put(&self->queue, &operation->operation);
+  return (PyObject *)operation;
+}
+
 PyObject *allred_segment_allreduce(Segment *self, PyObject *const *args, Py_ssize_t count) {
   if (count != 4 && count != 5) return PyErr_Format(PyExc_TypeError, "allreduce(source, target, op, name, wire=0)");
   allred_header header = {.kind = ALLRED_KIND_ALLREDUCE, .root = -1, .words = allred_mix(0, 1)};

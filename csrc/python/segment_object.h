@@ -136,6 +136,7 @@ PyObject *allred_segment_begin_host_exchange(Segment *self, PyObject *args);
 PyObject *allred_segment_set_arenas(Segment *self, PyObject *buffers);
 PyObject *allred_segment_get_outside(Segment *self, void *unused);
 PyObject *allred_segment_get_lost_host(Segment *self, void *unused);
+PyObject *allred_segment_start_allreduce(Segment *self, PyObject *const *args, Py_ssize_t count);
 PyObject *allred_segment_allreduce(Segment *self, PyObject *const *args, Py_ssize_t count);
 PyObject *allred_segment_grouped_allreduce(Segment *self, PyObject *const *args, Py_ssize_t count);
 PyObject *allred_segment_step_allreduce(Segment *self, PyObject *const *args, Py_ssize_t count);

@@ -271,6 +271,7 @@ static void destruct(Segment *self) {
 static PyMethodDef methods[] = {
     METHOD("allreduce", allred_segment_allreduce, METH_FASTCALL,
            "Reduce by the fast path: True if done, an Operation if begun, None if the fast path is not possible."),
+    METHOD("start_allreduce", allred_segment_start_allreduce, METH_FASTCALL, "Begin an allreduce of plain arrays."),
     METHOD("grouped_allreduce", allred_segment_grouped_allreduce, METH_FASTCALL, "The same for lists of arrays."),
     METHOD("step_allreduce", allred_segment_step_allreduce, METH_FASTCALL, "The same for the gradients of a step."),
     METHOD("begin_exchange", begin_exchange, METH_VARARGS, "Begin a barrier."),

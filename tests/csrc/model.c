@@ -37,6 +37,7 @@ enum {
   MISMATCH,
   IN_PLACE,
   IN_PLACE_PRIVATE,
+  UNEVEN_STEP,
   ALLGATHER_IN_PLACE,
   ALLGATHER_PRIVATE,
   REDUCESCATTER_IN_PLACE,
@@ -52,6 +53,7 @@ static const char *const kind_names[] = {"exchange",
                                          "mismatch",
                                          "allreduce in place",
                                          "allreduce of a private tensor",
+                                         "step with uneven samples",
                                          "allgather in place",
                                          "allgather of private data",
                                          "reducescatter in place"};
@@ -76,7 +78,7 @@ static int is_reducescatter(int kind) { return kind == REDUCESCATTER || kind == 
 #define MEMORY_BYTES (MAX_RANKS * 16384)
 /* Moves of all ranks: a round has up to five steps, and each of its two waits can advance by one rank. */
 #define MAX_MOVES (MAX_RANKS * OPERATIONS * (MAX_ROUNDS + 1) * (5 + 2 * MAX_RANKS))
-#define TABLE (1 << 20)
+#define TABLE (1 << 22)
 
 typedef struct {
   _Alignas(32) allred_segment segment; /* a multiple of what hash() takes at once */
@@ -110,9 +112,21 @@ static uint64_t number(int operation, int rank, size_t i) {
   return allred_mix(allred_mix(allred_mix(0, (uint64_t)operation), (uint64_t)rank), i);
 }
 
+/* Four in all, so weights are exact; the last rank has more than the others. */
+static uint64_t samples_of(int rank) { return rank < config.ranks - 1 ? 1 : (uint64_t)(5 - config.ranks); }
+
 static uint64_t sum(int operation, size_t i) {
   uint64_t all = 0;
   for (int rank = 0; rank < config.ranks; rank++) all += number(operation, rank, i);
+  return all;
+}
+
+/* As `number` and `sum`, in a step. */
+static double step_number(int operation, int rank, size_t i) { return (double)(number(operation, rank, i) % 1024 * 4); }
+
+static double step_mean(int operation, size_t i) {
+  double all = 0;
+  for (int rank = 0; rank < config.ranks; rank++) all += step_number(operation, rank, i) * (double)samples_of(rank) / 4;
   return all;
 }
 
@@ -135,10 +149,15 @@ static void begin(player *me) {
   const size_t chunk = me->segment.chunk_bytes, bytes = bytes_of(operation, chunk),
                part = bytes_of(operation, ALLRED_LINE);
   const int in_place = kind == TWO_PHASES || kind == MISMATCH;
-  const allred_header header = {.kind = (uint8_t)kind, .problem = kind == MISMATCH && rank == ranks - 1};
+  allred_header header = {.kind = (uint8_t)kind, .problem = kind == MISMATCH && rank == ranks - 1};
+  if (kind == UNEVEN_STEP) header.kind = ALLRED_KIND_STEP_ALLREDUCE, header.note = samples_of(rank);
   if (!one_phase) one_phase = transfer_of(2, 8), two_phases = transfer_of(MAX_RANKS, (size_t)1 << 40);
   if (one_phase->reduce || !two_phases->reduce) exit((fprintf(stderr, "model: which allreduce is which?\n"), 2));
-  for (size_t i = 0; i < GIVEN_BYTES / 8; i++) me->given[i] = number(operation, rank, i);
+  for (size_t i = 0; i < GIVEN_BYTES / 8; i++) {
+    const double in_step = step_number(operation, rank, i);
+    me->given[i] = number(operation, rank, i);
+    if (kind == UNEVEN_STEP) memcpy(&me->given[i], &in_step, sizeof in_step);
+  }
   memset(me->got, 0, sizeof me->got);
   me->tensor =
       (allred_tensor){(char *)me->given, (char *)(in_place ? me->given : me->got), bytes, ALLRED_INT64, 0, 0, 0};
@@ -166,6 +185,10 @@ static void begin(player *me) {
   case IN_PLACE_PRIVATE:
     allred_begin_allreduce(op, &me->segment, &header, &me->tensor, 1, 0, ALLRED_SUM, 1);
     break;
+  case UNEVEN_STEP: /* a divisor of 1: the mean is a sum of weighted numbers */
+    me->tensor.dtype = ALLRED_FLOAT64;
+    allred_begin_allreduce(op, &me->segment, &header, &me->tensor, 1, 0, ALLRED_AVERAGE, 1);
+    break;
   case ALLTOALL:
     allred_begin_alltoall(op, &me->segment, &header, send, receive, me->starts, me->receive_starts, part);
     break;
@@ -185,6 +208,9 @@ static int right(const player *me, int status) {
   if (kind == ONE_PHASE || kind == TWO_PHASES || kind == IN_PLACE || kind == IN_PLACE_PRIVATE)
     for (size_t i = 0; i < all; i++)
       if (((const uint64_t *)(const void *)me->tensor.out)[i] != sum(operation, i)) return 0;
+  if (kind == UNEVEN_STEP)
+    for (size_t i = 0; i < all; i++)
+      if (((const double *)(const void *)me->tensor.out)[i] != step_mean(operation, i)) return 0;
   if (is_reducescatter(kind))
     for (size_t i = 0; i < part; i++)
       if (me->got[i] != sum(operation, me->starts[rank] / 8 + i)) return 0;
@@ -298,6 +324,9 @@ static double search(int ranks, const int *kinds, const int *rounds) {
   return orders;
 }
 
+/* A step with uneven samples has one round more than this. */
+static int most_rounds(int kind) { return kind == UNEVEN_STEP ? 1 : MAX_ROUNDS; }
+
 /* Every so many of all sequences of three kinds, with some choices of the rounds; the most orders of one. */
 static double search_all(int ranks, int every, int choices) {
   double most = 0;
@@ -307,7 +336,7 @@ static double search_all(int ranks, int every, int choices) {
       const int kinds[] = {i % KINDS, i / KINDS % KINDS, i / KINDS / KINDS};
       int rounds[OPERATIONS];
       for (int k = 0; k < OPERATIONS; k++)
-        rounds[k] = kinds[k] == EXCHANGE ? 1 : 1 + (int)(dice >> 8 * k & 255) % MAX_ROUNDS;
+        rounds[k] = kinds[k] == EXCHANGE ? 1 : 1 + (int)(dice >> 8 * k & 255) % most_rounds(kinds[k]);
       const double orders = search(ranks, kinds, rounds);
       if (orders > most) most = orders;
     }

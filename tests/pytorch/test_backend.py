@@ -65,6 +65,11 @@ dist.all_reduce(torch.ones(3))
 
 @pytest.mark.full
 @pytest.mark.limit(LIMIT_S + 10)
+def test_the_paths_of_steady_calls_are_short():
+    result = run(2, HERE / "call_paths_program.py", env={"ALLRED_OVERLAP": "never"})
+    assert result.out.count("all paths are short") == 2, result.text
+
+
 def test_group_timeout():
     result = run(2, "-c", LATE_RANK_PROGRAM)
     assert result.code != 0

@@ -1,19 +1,16 @@
 """The path of a steady step: the Python files it visits, and its exchanges between the ranks."""
 
-import sys
-import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from call_path import files_of, path_of
 
 import allred
 from allred import testing
 from allred.comm.header import KINDS
 
-PACKAGE = str(Path(allred.__file__).parent)
 FILES = 12
 STEADY = 10  # steps before those that are looked at; the first three have checks
 REPEATS = 20  # if a rank waits for another for a millisecond, the path is longer
@@ -24,37 +21,6 @@ FORMS: dict[str, Callable[[int], Any]] = {
     "a nest of two dtypes": lambda rank: {"a": [np.full(5, rank + 1.0)], "b": (np.full(7, rank, np.float32),)},
     "many": lambda rank: [np.full(256, rank + 1, np.float32) for _ in range(161)],
 }
-
-
-def path_of(step: Callable[[], None]) -> list[str]:
-    """Return the calls of Python functions of allred in a step, as lines, each indented by its depth."""
-    calls: list[str] = []
-    base = len(_stack(sys._getframe()))
-
-    def profile(frame: types.FrameType, event: str, _: Any) -> None:
-        name = frame.f_code.co_filename
-        if event == "call" and name.startswith(PACKAGE):
-            depth = len(_stack(frame)) - base - 1
-            calls.append(f"{'  ' * depth}{name[len(PACKAGE) + 1 :]}: {frame.f_code.co_qualname}")
-
-    sys.setprofile(profile)
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
-    return calls
-
-
-def _stack(frame: types.FrameType | None) -> list[types.FrameType]:
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames
-
-
-def files_of(calls: list[str]) -> set[str]:
-    return {call.strip().partition(":")[0] for call in calls}
 
 
 def operations() -> int:
