@@ -78,7 +78,7 @@ static int is_reducescatter(int kind) { return kind == REDUCESCATTER || kind == 
 #define MEMORY_BYTES (MAX_RANKS * 16384)
 /* Moves of all ranks: a round has up to five steps, and each of its two waits can advance by one rank. */
 #define MAX_MOVES (MAX_RANKS * OPERATIONS * (MAX_ROUNDS + 1) * (5 + 2 * MAX_RANKS))
-#define TABLE (1 << 22)
+#define TABLE (1 << 20)
 
 typedef struct {
   _Alignas(32) allred_segment segment; /* a multiple of what hash() takes at once */
@@ -229,6 +229,7 @@ static int right(const player *me, int status) {
 static int move(player *me) {
   if (me->ended == OPERATIONS) return 0;
   const int met = me->operation.ready_ranks, status = allred_step(&me->operation);
+  me->operation.agreed_ns = 0; /* a time is no part of a state */
   if (status == ALLRED_PENDING) return me->operation.ready_ranks != met;
   if (status == ALLRED_PROGRESSED) return 1;
   if (!right(me, status)) failure = "wrong result";
@@ -324,9 +325,6 @@ static double search(int ranks, const int *kinds, const int *rounds) {
   return orders;
 }
 
-/* A step with uneven samples has one round more than this. */
-static int most_rounds(int kind) { return kind == UNEVEN_STEP ? 1 : MAX_ROUNDS; }
-
 /* Every so many of all sequences of three kinds, with some choices of the rounds; the most orders of one. */
 static double search_all(int ranks, int every, int choices) {
   double most = 0;
@@ -336,7 +334,7 @@ static double search_all(int ranks, int every, int choices) {
       const int kinds[] = {i % KINDS, i / KINDS % KINDS, i / KINDS / KINDS};
       int rounds[OPERATIONS];
       for (int k = 0; k < OPERATIONS; k++)
-        rounds[k] = kinds[k] == EXCHANGE ? 1 : 1 + (int)(dice >> 8 * k & 255) % most_rounds(kinds[k]);
+        rounds[k] = kinds[k] == EXCHANGE ? 1 : 1 + (int)(dice >> 8 * k & 255) % MAX_ROUNDS;
       const double orders = search(ranks, kinds, rounds);
       if (orders > most) most = orders;
     }
