@@ -33,7 +33,6 @@ TOPICS: list[Topic[Any]] = [  # in the order of the report
     Topic("launcher", mpi.probe_launch, mpi.diagnose_launch),
     Topic("processors", processors.own_cores, host.diagnose_processors),
     Topic("memory", host.probe_memory, host.diagnose_memory),
-    Topic("network", host.probe_network, host.diagnose_network),
     Topic("GPU", gpu.probe, gpu.diagnose),
 ]
 

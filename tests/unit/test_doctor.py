@@ -10,7 +10,7 @@ import pytest
 from doctor_facts import MiB, finding_about, rank_facts, verdicts, write_files
 
 from allred import config
-from allred.doctor import command, findings, gpu, host_pairs, info, trials
+from allred.doctor import command, findings, gpu, info, trials
 from allred.doctor.findings import FAIL, NOTE, OK, WARN, Finding, ProbeFailure, RankReport, Topic, compare, rank_names
 from allred.errors import CollectiveTimeout
 
@@ -170,7 +170,7 @@ def test_shared_memory(way, ranks, hosts, verdict):
 
 @pytest.mark.parametrize("count", range(2, 8))
 def test_rounds_have_each_pair_of_hosts_once_and_each_host_at_most_once_a_round(count):
-    rounds = host_pairs.rounds(count)
+    rounds = trials.rounds(count)
     assert sorted(pair for pairs in rounds for pair in pairs) == list(itertools.combinations(range(count), 2))
     for pairs in rounds:
         hosts = [host for pair in pairs for host in pair]
@@ -178,14 +178,14 @@ def test_rounds_have_each_pair_of_hosts_once_and_each_host_at_most_once_a_round(
 
 
 def test_slow_pairs_of_hosts_are_named():
-    good, slow = host_pairs.Pair(("a", "b"), 40.0, 1.0), host_pairs.Pair(("a", "c"), 45.0, 0.4)
-    late = host_pairs.Pair(("b", "c"), 700.0, 0.9)
-    assert host_pairs.diagnose(rank_facts([], []))[0].verdict == NOTE
-    assert host_pairs.diagnose(rank_facts([slow], []))[0].verdict == OK  # nothing to compare it with
-    (found,) = host_pairs.diagnose(rank_facts([good, slow], [late]))
+    good, slow = trials.Pair(("a", "b"), 40.0, 1.0), trials.Pair(("a", "c"), 45.0, 0.4)
+    late = trials.Pair(("b", "c"), 700.0, 0.9)
+    assert trials.diagnose_pairs(rank_facts([], []))[0].verdict == NOTE
+    assert trials.diagnose_pairs(rank_facts([slow], []))[0].verdict == OK  # nothing to compare it with
+    (found,) = trials.diagnose_pairs(rank_facts([good, slow], [late]))
     assert found.verdict == WARN
     assert found.found.startswith("slow: a - c 45 us, 0.4 GB/s; b - c 700 us, 0.9 GB/s; the best of 3 pairs: 40 us")
-    (found,) = host_pairs.diagnose(rank_facts([good], [good]))
+    (found,) = trials.diagnose_pairs(rank_facts([good], [good]))
     assert (found.verdict, "; the slowest: a - b 40 us" in found.found) == (OK, True)
 
 
