@@ -146,6 +146,30 @@ def make(*words, environ=None):
     return translation.make_job(translation.parse(words), environ or {})
 
 
+def test_all_modules_of_the_import_hook(tmp_path):
+    """Costs 3 s: a process that imports torch."""
+    pytest.importorskip("torch")
+    code = """
+import allred.compat.horovod, importlib, inspect, horovod.torch
+from allred.compat.horovod_modules import _MODULES
+for name in _MODULES:
+    module = importlib.import_module(name)
+    names = [word for word in vars(module) if word[0] != "_"]
+    print(name, module.__doc__ == f"The names of {name}, from allred.", len(names) > 0 or name == "horovod.common")
+print(horovod.torch.mpi_ops.allreduce is horovod.torch.allreduce, horovod.torch.compression.Compression.fp16.__name__)
+try:
+    import horovod.torch.other
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    code, output, error = python("-c", code, cwd=tmp_path)
+    *modules, torch, missing = output.splitlines()
+    assert code == 0, error
+    assert len(modules) == 16
+    assert all(line.endswith(" True True") for line in modules), output
+    assert (torch, missing) == ("True FP16Compressor", "No module named 'horovod.torch.other'")
+
+
 def test_options_of_hosts_and_sizes(tmp_path):
     (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
     job = make("-np", "4", "python", "-u", "train.py", "--min-np", "1")

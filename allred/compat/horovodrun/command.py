@@ -42,6 +42,11 @@ def script() -> int:
     return main(sys.argv[1:])
 
 
+def run_commandline() -> None:
+    """Run the command with the arguments of this process, and exit: horovod.runner.launch of allred."""
+    sys.exit(main(sys.argv[1:]))
+
+
 def main(arguments: list[str]) -> int:
     """Run the command. Return the exit code."""
     given = parse(translation.parse, arguments)

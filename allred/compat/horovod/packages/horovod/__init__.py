@@ -1,8 +1,9 @@
-"""Horovod's names, from allred. See allred.compat.horovod."""
+"""Horovod's names, from allred: allred.compat.horovod_modules makes its modules. See allred.compat.horovod."""
 
-from allred.compat import horovod_path
+from allred.compat import horovod_modules, horovod_path
 
 horovod_path.check()
+horovod_modules.activate()
 
 from allred.compat.horovodrun.function import run  # noqa: E402
 
