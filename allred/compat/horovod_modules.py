@@ -33,7 +33,7 @@ _MODULES: dict[str, dict[str, str]] = {
     "horovod.torch.sync_batch_norm": {_TORCH: "SyncBatchNorm"},
     "horovod.torch.elastic": {_ELASTIC: "*"},
     "horovod.torch.elastic.sampler": {_ELASTIC: "ElasticSampler"},
-    "horovod.torch.elastic.state": {f"{_ELASTIC}.torch_state": _STATES},
+    "horovod.torch.elastic.state": {f"{_ELASTIC}.elastic_states": _STATES},
     "horovod.common": {},
     "horovod.common.elastic": {_ELASTIC: "ObjectState State"},
     "horovod.common.exceptions": {
