@@ -10,7 +10,7 @@ import pytest
 from doctor_facts import MiB, finding_about, rank_facts, verdicts, write_files
 
 from allred import config
-from allred.doctor import command, findings, gpu, info, trials
+from allred.doctor import command, findings, host, info, trials
 from allred.doctor.findings import FAIL, NOTE, OK, WARN, Finding, ProbeFailure, RankReport, Topic, compare, rank_names
 from allred.errors import CollectiveTimeout
 
@@ -66,7 +66,7 @@ def test_a_disabled_printer_prints_nothing(capsys):
 
 # ---- GPUs
 
-GPU = gpu.GpuFacts("570.86", 2, "13.6.0", "", 12080, 12090, ("H100", "H100"), 22707)
+GPU = host.GpuFacts("570.86", 2, "13.6.0", "", 12080, 12090, ("H100", "H100"), 22707)
 
 
 @pytest.mark.parametrize(
@@ -81,14 +81,14 @@ GPU = gpu.GpuFacts("570.86", 2, "13.6.0", "", 12080, 12090, ("H100", "H100"), 22
     ],
 )
 def test_gpus(change, verdict, text):
-    lines = gpu.diagnose(rank_facts(dataclasses.replace(GPU, **change)))
+    lines = host.diagnose_gpus(rank_facts(dataclasses.replace(GPU, **change)))
     assert (lines[0].topic, lines[0].verdict) == ("GPU", verdict)
     assert lines[0].found.startswith(text)
     assert len(lines) == (2 if verdict == OK else 1)
 
 
 def test_nccl_and_more_ranks_than_devices():
-    lines = gpu.diagnose(rank_facts(GPU, GPU, GPU))
+    lines = host.diagnose_gpus(rank_facts(GPU, GPU, GPU))
     assert finding_about(lines, "NCCL").found.startswith("2.27.7")
     assert [one.found for one in lines if one.topic == "GPU"][1] == "3 ranks for 2 devices on nodeA"
 
@@ -107,14 +107,14 @@ def test_cupy_is_probed_in_a_new_process(tmp_path, monkeypatch):
     write_files(tmp_path, {"cupy/__init__.py": "__version__, arange = '13.0', range", "cupy/cuda.py": FAKE_CUPY})
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    facts = gpu.probe()
+    facts = host.probe_gpus()
     assert (facts.cupy, facts.devices, facts.nccl, facts.error) == ("13.0", ("Fake GPU",), 22805, "")
     write_files(tmp_path, {"cupy/__init__.py": "__version__ = '14'; arange = lambda _: open('cuda_fp16.h')"})
-    assert gpu.probe().error == "FileNotFoundError: [Errno 2] No such file or directory: 'cuda_fp16.h'"
+    assert host.probe_gpus().error == "FileNotFoundError: [Errno 2] No such file or directory: 'cuda_fp16.h'"
     write_files(tmp_path, {"cupy/__init__.py": "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"})
-    assert gpu.probe().error == "the process that loaded it was killed by signal 11"
+    assert host.probe_gpus().error == "the process that loaded it was killed by signal 11"
     write_files(tmp_path, {"cupy/__init__.py": "raise ImportError('libcuda.so.1: not found')"})
-    assert gpu.probe().error == "ImportError: libcuda.so.1: not found"
+    assert host.probe_gpus().error == "ImportError: libcuda.so.1: not found"
     assert "cupy" not in sys.modules
 
 
