@@ -46,7 +46,7 @@ def masked_crc32c(data: bytes) -> int:
     """Masked CRC-32C of TFRecord files: rotated, plus a constant. The mask allows records that contain records.
 
     >>> hex(masked_crc32c(b"123456789"))
-    '0xc78aff12'
+    '0xc78ab0e5'
     """
     crc: int = google_crc32c().value(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & _ONES

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from allred.compat import horovod_path
+from allred.compat import horovod_import
 from allred.compat.horovodrun import translation
 from allred.errors import ConfigError
 
@@ -26,7 +26,7 @@ def run_commandline():
 
 def python(*words, cwd, first=()):
     """Run Python. first: directories before those of this process. Return exit code, stdout, and stderr's last line."""
-    paths = [path for path in sys.path if path not in ("", horovod_path.DIRECTORY)]  # other tests import all packages
+    paths = [path for path in sys.path if path not in ("", horovod_import.DIRECTORY)]  # other tests import all packages
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*first, *paths])}
     done = subprocess.run(
         [sys.executable, *words], cwd=cwd, env=environ, capture_output=True, text=True, timeout=60, check=False
@@ -64,7 +64,7 @@ def test_horovodrun_is_that_of_an_installed_horovod(installed):
 
 def test_an_installed_horovod_that_is_found_later_is_an_error(installed):
     """As in a process whose PYTHONPATH has the packages of allred, and whose Python has Horovod in site-packages."""
-    code, _, error = python("-c", "import horovod", cwd=installed, first=[horovod_path.DIRECTORY])
+    code, _, error = python("-c", "import horovod", cwd=installed, first=[horovod_import.DIRECTORY])
     assert code == 1
     assert "ImportError: Horovod 0.27.0" in error
 
@@ -72,7 +72,7 @@ def test_an_installed_horovod_that_is_found_later_is_an_error(installed):
 def test_the_packages_of_another_allred_are_no_installed_horovod(tmp_path):
     """horovodrun of one environment starts a Python of another one."""
     other = tmp_path / "other/allred/compat/horovod/packages"
-    shutil.copytree(horovod_path.DIRECTORY, other)
+    shutil.copytree(horovod_import.DIRECTORY, other)
     code, output, _ = python("-c", "import horovod; print(horovod.__file__)", cwd=tmp_path, first=[str(other)])
     assert (code, output) == (0, f"{other}/horovod/__init__.py")
 
@@ -81,7 +81,7 @@ def test_a_directory_with_this_name_is_no_horovod(tmp_path, monkeypatch):
     (tmp_path / "horovod").mkdir()
     (tmp_path / "horovod/train.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    assert horovod_path.find_installed() == ""
+    assert horovod_import.find_installed() == ""
 
 
 def test_without_being_asked_for_there_is_no_horovod(tmp_path):
@@ -151,7 +151,7 @@ def test_all_modules_of_the_import_hook(tmp_path):
     pytest.importorskip("torch")
     code = """
 import allred.compat.horovod, importlib, inspect, horovod.torch
-from allred.compat.horovod_modules import _MODULES
+from allred.compat.horovod_import import _MODULES
 for name in _MODULES:
     module = importlib.import_module(name)
     names = [word for word in vars(module) if word[0] != "_"]
@@ -182,9 +182,9 @@ def test_options_of_hosts_and_sizes(tmp_path):
     job = make("-np", "3", "-hostfile", str(tmp_path / "hosts"), "--output-filename", "logs", "train.py")
     assert job.find_hosts().slots == {"a": 2, "b": 2}
     assert job.program[-3:] == [os.path.abspath("logs"), sys.executable, "train.py"]
-    assert job.settings["PYTHONPATH"] == horovod_path.DIRECTORY
+    assert job.settings["PYTHONPATH"] == horovod_import.DIRECTORY
     assert make("-np", "1", "x", environ={"PYTHONPATH": "/a::/b"}).settings["PYTHONPATH"] == ":".join(
-        ["/a", "/b", horovod_path.DIRECTORY]
+        ["/a", "/b", horovod_import.DIRECTORY]
     )
 
 

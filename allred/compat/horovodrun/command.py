@@ -6,7 +6,7 @@ import sys
 
 from allred import __version__
 from allred.command_line import fail, parse
-from allred.compat.horovod_path import VERSION, find_installed
+from allred.compat.horovod_import import VERSION, find_installed
 from allred.compat.horovodrun import translation
 from allred.errors import AllredError
 from allred.run import mpirun

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from allred.command_line import Parser
-from allred.compat.horovod_path import VERSION, python_path
+from allred.compat.horovod_import import VERSION, python_path
 from allred.errors import ConfigError
 from allred.run import command, host_list
 from allred.run.host_list import HostList

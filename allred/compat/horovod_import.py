@@ -1,16 +1,64 @@
-"""The modules of the package `horovod`: an import hook makes each of them from the names of modules of allred.
+"""`import horovod`: the directory of allred's package `horovod`, the search for an installed one, and its modules.
 
-The package itself is in packages/, because the processes that a program starts find it by PYTHONPATH.
+The package never replaces an installed one. Its directory is in PYTHONPATH, or at the end of sys.path, only if a
+program asked for it; allred.compat.horovod says how. An import hook, which the package installs, makes each of its
+modules from the names of modules of allred.
 """
 
 import importlib
+import importlib.metadata
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from types import ModuleType
 
-from allred.compat import horovod_path
+DIRECTORY = str(Path(__file__).with_name("horovod") / "packages")
+VERSION = "0.28.1"  # of Horovod, whose names the packages have
+_SUFFIX = os.path.join("", "allred", "compat", "horovod", "packages")  # of DIRECTORY in any installation of allred
+
+
+def find_installed() -> str:
+    """Return the version and the directory of an installed Horovod; "" if there is none."""
+    spec = PathFinder.find_spec("horovod", [path for path in sys.path if not path.endswith(_SUFFIX)])
+    # A directory without __init__.py has no origin: it is not Horovod.
+    where = f" ({os.path.dirname(spec.origin)})" if spec is not None and spec.origin is not None else ""
+    try:
+        return f"Horovod {importlib.metadata.version('horovod')}{where}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"a package horovod{where}" if where else ""
+
+
+def check() -> None:
+    """Raise ImportError if another Horovod is installed."""
+    if installed := find_installed():
+        raise ImportError(
+            f"{installed} is installed, and allred.compat.horovod does not replace it; pip uninstall horovod, or start "
+            "the program without allred.compat.horovod",
+            name="horovod",
+        )
+
+
+def activate() -> None:
+    """Let `import horovod` find the packages of allred in this process. Raises ImportError as `check`."""
+    check()
+    if DIRECTORY not in sys.path:
+        sys.path.append(DIRECTORY)
+
+
+def python_path(environ: Mapping[str, str]) -> str:
+    """Return the PYTHONPATH of a process in which `import horovod` finds the packages of allred.
+
+    >>> python_path({"PYTHONPATH": "/home/me/lib"}).split(":")[0]
+    '/home/me/lib'
+    """
+    paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path and not path.endswith(_SUFFIX)]
+    return os.pathsep.join([*paths, DIRECTORY])
+
+
+# The modules of the package.
 
 _TORCH, _ELASTIC, _COMMON = "allred.torch", "allred.torch.elastic", "allred.compat.horovod_common"
 _STATES = "StateHandler ModelStateHandler OptimizerStateHandler SamplerStateHandler TorchState"
@@ -60,7 +108,7 @@ class _HorovodModules(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
         if name in _MISSING:
-            raise ImportError(horovod_path.unavailable(name), name=name)
+            raise ImportError(_unavailable(name), name=name)
         module.__doc__ = f"The names of {name}, from allred."
         for source, names in _MODULES[name].items():
             found = importlib.import_module(source)
@@ -74,7 +122,12 @@ class _HorovodModules(MetaPathFinder, Loader):
 _FINDER = _HorovodModules()
 
 
-def activate() -> None:
-    """Make the modules in this process."""
+def install_modules() -> None:
+    """Let this process find the modules below `horovod`."""
     if _FINDER not in sys.meta_path:
         sys.meta_path.append(_FINDER)
+
+
+def _unavailable(module: str) -> str:
+    """Return the message for a part of Horovod that allred does not have."""
+    return f"allred has no {module}: it has horovod.torch, horovod.run and horovodrun; PyTorch only"
