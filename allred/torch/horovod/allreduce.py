@@ -159,13 +159,8 @@ class _Allreduce(CollectiveCall):
         return handles.DeferredCall(communicator, reduce)
 
     def apply(self, tensors: Tensors, compression: Any) -> list[Tensor]:
-        def reduce(call: CollectiveCall, tensors: Tensors) -> list[Tensor]:
-            return call.results(call.begin_tensors(tensors, False))
-
         unnamed = dataclasses.replace(self, name=None)
-        return apply_compressed(
-            compression, functools.partial(reduce, self), functools.partial(reduce, unnamed), tensors
-        )
+        return apply_compressed(compression, self.run, unnamed.run, tensors)
 
 
 def _is_half(tensor: Tensor) -> bool:

@@ -55,9 +55,6 @@ class _Allgather(CollectiveCall):
         process_set, shapes = self.process_set, [tensor.shape for tensor in tensors]
         sizes = [shape[0] if shape else 1 for shape in shapes]
 
-        def run(tensors: Tensors) -> list[Tensor]:
-            return self.results(self.begin_tensors(tensors, False))
-
         def gradient(gradients: Tensors) -> list[Tensor]:
             means = grouped_allreduce(gradients, op=Average, process_set=process_set)
             rows = allgather(torch.tensor([sizes]), process_set=process_set)  # a row for each rank
@@ -65,7 +62,7 @@ class _Allgather(CollectiveCall):
             parts = [mean.narrow(0, *part) for mean, *part in zip(means, starts, sizes, strict=True)]
             return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
-        return list(Differentiable.apply(run, gradient, *tensors))
+        return list(Differentiable.apply(self.run, gradient, *tensors))
 
 
 def _allgather(name: str | None = None, process_set: ProcessSet = global_process_set) -> CollectiveCall:
@@ -115,14 +112,11 @@ class _Broadcast(CollectiveCall):
     def apply(self, tensors: Tensors, compression: Any) -> list[Tensor]:
         process_set = self.process_set
 
-        def run(tensors: Tensors) -> list[Tensor]:
-            return self.results(self.begin_tensors(tensors, False))
-
         def gradient(gradients: Tensors) -> list[Tensor]:
             mean = allreduce(gradients[0], op=Average, process_set=process_set)
             return [mean if communicator_of(process_set).number == self.root_rank else torch.zeros_like(mean)]
 
-        return list(Differentiable.apply(run, gradient, *tensors))
+        return list(Differentiable.apply(self.run, gradient, *tensors))
 
 
 def _broadcast(root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> CollectiveCall:
@@ -240,15 +234,12 @@ class _Reducescatter(CollectiveCall):
     def apply(self, tensors: Tensors, compression: Any) -> list[Tensor]:
         process_set, reduction = self.process_set, self.reduction
 
-        def run(tensors: Tensors) -> list[Tensor]:
-            return self.results(self.begin_tensors(tensors, False))
-
         def gradient(gradients: Tensors) -> Any:
             ranks = communicator_of(process_set).size if reduction.op is Sum else 1
             factor = reduction.prescale * reduction.postscale * ranks
             return grouped_allgather([each * factor for each in gradients], process_set=process_set)
 
-        return apply_compressed(compression, run, gradient, tensors)
+        return apply_compressed(compression, self.run, gradient, tensors)
 
 
 def _reducescatter(

@@ -70,6 +70,10 @@ class CollectiveCall:
         """Start the collective. Returns a handle."""
         raise NotImplementedError
 
+    def run(self, tensors: Tensors) -> list[Tensor]:
+        """Return the results as new tensors, without gradient."""
+        return self.results(self.begin_tensors(tensors, False))
+
     def apply(self, tensors: Tensors, compression: Any) -> list[Tensor]:
         """Return the results as new tensors, with gradient."""
         raise NotImplementedError
