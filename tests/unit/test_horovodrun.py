@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from allred.compat import horovod_import
-from allred.compat.horovodrun import translation
+from allred.compat.horovodrun import command
 from allred.errors import ConfigError
 
 FAKE = """\
@@ -143,7 +143,7 @@ for name in {names}:
 
 
 def make(*words, environ=None):
-    return translation.make_job(translation.parse(words), environ or {})
+    return command.make_job(command.parse_options(words), environ or {})
 
 
 def test_all_modules_of_the_import_hook(tmp_path):
@@ -223,8 +223,8 @@ def test_options_become_variables():
 
 def test_options_without_effect_are_named():
     words = ["-np", "1", "--gloo", "--verbose", "--start-timeout", "9", "-prefix-timestamp", "--disable-cache", "--mpi"]
-    options = translation.parse([*words, "--blacklist-cooldown-range", "1", "2", "--", "train.py", "--gloo"])
-    assert translation.ignored(options) == [
+    options = command.parse_options([*words, "--blacklist-cooldown-range", "1", "2", "--", "train.py", "--gloo"])
+    assert command.ignored_options(options) == [
         "--gloo", "--start-timeout", "-prefix-timestamp", "--blacklist-cooldown-range"
     ]  # fmt: skip
     assert options.command == ["train.py", "--gloo"]
@@ -247,7 +247,7 @@ def test_options_that_do_not_fit_together_are_an_error(words, text):
 @pytest.mark.parametrize("option", ["--mpi-args=-x", "--binding-args=a", "--config-file=f"])
 def test_options_that_are_not_supported_are_an_error(option, capsys):
     with pytest.raises(SystemExit, match="2"):
-        translation.parse(["-np", "2", option, "python", "train.py"])
+        command.parse_options(["-np", "2", option, "python", "train.py"])
     assert f"horovodrun: {option.partition('=')[0]} is not supported; " in capsys.readouterr().err
 
 
