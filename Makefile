@@ -29,7 +29,7 @@ $(error MPI=$(MPI) is not one of mpich, openmpi)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-torch test test-model test-unit test-parallel test-integration test-full test-torch test-slurm test-sge test-kubernetes test-spark fuzz sanitize cuda test-gpu bench-gpu bench-gpu-host gpu-environment loops bench bench-torch lint types api diagram docs format clean
+.PHONY: help demo demo-torch test test-model test-unit test-parallel test-integration test-full test-torch test-slurm test-sge test-kubernetes test-spark fuzz sanitize cuda test-gpu bench-gpu bench-gpu-host gpu-environment loops bench bench-torch bench-overlap bench-checkpoint lint types api diagram docs format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -113,7 +113,7 @@ test-gpu: gpu-environment ## on a machine with a GPU: NCCL, kernels, failing ran
 
 bench-gpu: gpu-environment ## the same machine: allred on device arrays against raw NCCL
 	set -e; for what in "allreduce --sizes 4KiB,64KiB,1MiB,16MiB,100MB,256MiB" "fused --set resnet50"; do \
-	  $(gpu) mpirun -np 2 $(GPU_PYTHON) -m allred bench $$what --device cuda --against nccl --json $(B); done
+	  $(gpu) mpirun -np 2 $(GPU_PYTHON) benchmarks/bench.py $$what --device cuda --against nccl --json $(B); done
 
 fuzz: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## random collectives and faults for T=60 seconds, from a new seed
 	$(VENV_mpich)/bin/python tests/fuzz/fuzz.py --seconds $(or $(T),60)
@@ -156,7 +156,7 @@ bench: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## measure against raw MPI, und
 	@set -e; policy=$$PRTE_MCA_rmaps_default_mapping_policy; unset PRTE_MCA_rmaps_default_mapping_policy; \
 	for bin in $(VENV_mpich)/bin $(VENV_openmpi)/bin; do \
 	  bench() { n=$$1; shift; echo "== $$bin, $$n ranks: bench $$*"; \
-	    $$bin/mpirun -np $$n $$bin/python -m allred bench "$$@" $(B) --json >> $(LINES); }; \
+	    $$bin/mpirun -np $$n $$bin/python benchmarks/bench.py "$$@" $(B) --json >> $(LINES); }; \
 	  bench 2 allreduce --against mpi; \
 	  bench 2 fused --against mpi; \
 	  bench 2 allreduce --sizes 64MiB,256MiB --against mpi --malloc-tuned; \
@@ -171,8 +171,12 @@ bench: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## measure against raw MPI, und
 	  unset PRTE_MCA_rmaps_default_mapping_policy; done
 	@$(VENV_mpich)/bin/python benchmarks/report.py $(LINES) benchmarks/RESULTS.md
 
-bench-torch: $(VENV_mpich)/.torch ## measure training steps of torch against DDP over gloo (installs torch)
-	OMP_NUM_THREADS=1 $(VENV_mpich)/bin/mpirun -np 2 $(VENV_mpich)/bin/python -m allred bench torch --against ddp $(B)
+bench-torch: $(VENV_mpich)/.torch ## measure training steps of torch against DDP over gloo, and hooked optimizers (installs torch)
+	@set -e; for what in torch hooks horovod; do \
+	  OMP_NUM_THREADS=1 $(VENV_mpich)/bin/mpirun -np 2 $(VENV_mpich)/bin/python benchmarks/bench.py $$what $(B); done
+
+bench-overlap bench-checkpoint: bench-%: $(VENV_mpich)/.test ## reductions during a backward pass; save and restore
+	$(VENV_mpich)/bin/mpirun -np 2 $(VENV_mpich)/bin/python benchmarks/bench.py $* $(B)
 
 lint: $(VENV_mpich)/.dev ## ruff and clang-format, changing nothing
 	$(VENV_mpich)/bin/ruff check .

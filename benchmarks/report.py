@@ -1,4 +1,4 @@
-"""Writes Markdown from the output of `python -m allred bench --json`. Called by `make bench`.
+"""Writes Markdown from the output of `python benchmarks/bench.py --json`. Called by `make bench`.
 
     python benchmarks/report.py LINES.jsonl benchmarks/RESULTS.md
 
@@ -27,7 +27,7 @@ verified before and after. algbw = bytes / p50, busbw = algbw * 2 (n - 1) / n, G
 allred's. `allred/bench/measure.py` has the details. On a shared machine absolute times vary more than ratios.
 
 `ps`: a sample is that of any worker. algbw counts the bytes of the model once; a step moves them twice, to the server
-and back. The raw MPI baseline keeps gradients and parameters in flat arrays; `allred/bench/baselines.py` describes its
+and back. The raw MPI baseline keeps gradients and parameters in flat arrays; `benchmarks/ps_raw_mpi.py` describes its
 variants. Staleness: updates between the parameters that a gradient was computed with and those that it was applied to.
 
 Arena on: arrays in memory that the ranks share, reduced in place (`ALLRED_ARENA`). Arena off: arrays of numpy, and

@@ -48,7 +48,7 @@ def run(options: argparse.Namespace, command: str) -> None:
         except ImportError as error:
             raise ConfigError(f"bench data: {error}") from None
         conditions = {
-            "crc32c": tfrecord_files.crc_implementation,
+            "crc32c": tfrecord_files.google_crc32c().implementation,
             "protobuf": importlib.metadata.version("protobuf"),
             "cores": ranges(os.sched_getaffinity(0)),
             "command": command,

@@ -101,25 +101,15 @@ def interleave(
 
     def estimate(call: Call) -> float:
         call()
-        return _estimate_call_s(lambda batch: float(slowest([_sample(call, batch, comm, synchronize)], comm)[0]))
+        return _estimate_call_s(lambda batch: float(slowest([sample(call, batch, comm, synchronize)], comm)[0]))
 
     batch, samples = plan([estimate(call) for call in calls.values()])
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in _rounds(begin, seconds, comm):
+    for _ in rounds(begin, seconds, comm):
         for name, call in calls.items():
             call()
-            times[name] += [_sample(call, batch, comm, synchronize) for _ in range(samples)]
+            times[name] += [sample(call, batch, comm, synchronize) for _ in range(samples)]
     return {name: CallTimes(slowest(each, comm), batch) for name, each in times.items()}
-
-
-def interleave_long(calls: Mapping[str, Call], comm: Any, seconds: float) -> dict[str, CallTimes]:
-    """As `interleave`, for calls of at least 10 ms: one sample in a round, and the first round counts as warm-up."""
-    begin = time.perf_counter()
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in _rounds(begin, seconds, comm):
-        for name, call in calls.items():
-            times[name].append(_sample(call, 1, comm, no_synchronize))
-    return {name: CallTimes(slowest(each[1:], comm), 1) for name, each in times.items()}
 
 
 def interleave_steps(
@@ -142,7 +132,7 @@ def interleave_steps(
     batch, samples = plan([estimate(name) for name in calls])
     times: dict[str, list[float]] = {name: [] for name in calls}
     elapsed = dict.fromkeys(calls, 0.0)
-    for _ in _rounds(begin, seconds, comm):
+    for _ in rounds(begin, seconds, comm):
         for name in calls:
             all_times, longest = turn(name, batch, samples)
             times[name] += all_times
@@ -158,7 +148,7 @@ def slowest(times: list[float], comm: Any) -> NDArray[np.float64]:
     return np.max(np.array(comm.allgather(times)), axis=0)  # type: ignore[no-any-return]
 
 
-def _rounds(begin: float, seconds: float, comm: Any) -> Iterator[int]:
+def rounds(begin: float, seconds: float, comm: Any) -> Iterator[int]:
     """The numbers of rounds, from 1, until the time is used up: rank 0 decides for all ranks."""
     for number in itertools.count(1):
         yield number
@@ -166,7 +156,8 @@ def _rounds(begin: float, seconds: float, comm: Any) -> Iterator[int]:
             return
 
 
-def _sample(call: Call, batch: int, comm: Any, synchronize: Call) -> float:
+def sample(call: Call, batch: int, comm: Any, synchronize: Call) -> float:
+    """Seconds per call of a batch that all ranks start together. Collective."""
     synchronize()
     comm.Barrier()
     start = time.perf_counter()
@@ -189,9 +180,9 @@ def _turn_of_steps(call: Call, batch: int, samples: int, comm: Any) -> tuple[lis
     return [float(s) for each, _ in workers for s in each], max(seconds for _, seconds in workers)
 
 
-def _estimate_call_s(sample: Callable[[int], float]) -> float:
-    """Approximate seconds per call, the same on all ranks. sample: times a batch of that many calls."""
+def _estimate_call_s(timed: Callable[[int], float]) -> float:
+    """Approximate seconds per call, the same on all ranks. timed: times a batch of that many calls."""
     batch = 1
-    while (call_s := sample(batch)) * batch <= _WARM_S:
+    while (call_s := timed(batch)) * batch <= _WARM_S:
         batch *= 4
     return call_s

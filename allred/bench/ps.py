@@ -3,23 +3,24 @@
     ranks 0 to --servers - 1 are servers, the others workers -> verify one step -> time steps interleaved
     (measure.interleave_steps) -> verify the parameters after all steps
 
-With --against mpi, one server and one worker also run the raw MPI round trips of baselines.py in the same processes:
-the worker asks the server to leave its loop for a number of round trips. algbw = bytes / p50; a step moves these bytes
-twice, to the server and back.
+algbw = bytes / p50; a step moves these bytes twice, to the server and back. `make_baseline`
+is for benchmarks/ps_mpi.py.
 """
 
 import argparse
 import contextlib
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import numpy as np
 
 import allred
 from allred import arrays, native
-from allred.bench import arenas, baselines, measure, output, verify
-from allred.bench.verify import LR, WrongResultError
+from allred.bench import measure, output, verify
+from allred.bench.allreduce import allocate, in_arena
+from allred.bench.measure import Call, TurnContext
+from allred.bench.verify import LR, Shape, WrongResultError
 from allred.errors import ConfigError
 from allred.modes.options import StepOptions
 from allred.optim import SGD
@@ -32,16 +33,35 @@ from allred.ps.protocol import ControlRequest, Statistics
 from allred.ps.server_loop import ServerLoop
 
 
-def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> None:
+class StepBaseline(Protocol):
+    """Another implementation of a step, for one server and one worker, timed in turn with allred's.
+
+    calls: the steps of the worker, by name. handlers: those of the server for control requests of `context`, which
+    surrounds a turn of the worker. verify: makes each step once; returns {name: problem or ""}.
+    """
+
+    calls: Mapping[str, Call]
+    handlers: Mapping[type[ControlRequest], Callable[[int, Any], Any]]
+    context: TurnContext
+
+    def verify(self) -> dict[str, str]: ...
+
+
+MakeBaseline = Callable[[Any, list[Shape], np.dtype[Any]], StepBaseline]  # of the mpi4py communicator, on all ranks
+
+
+def run(
+    options: argparse.Namespace, comm: Any, conditions: dict[str, Any], make_baseline: MakeBaseline | None = None
+) -> None:
     """Measure; worker 0 prints. Raises ConfigError or WrongResultError on all ranks. Calls allred.shutdown()."""
     context = current_context()
     policy = _policy(options.consistency, context)
     workers = comm.Split(context.serves, context.rank)
     baseline = None
-    if options.against:
-        baseline = baselines.server_baseline(comm, verify.PS_SETS[options.set](), options.dtype, LR)
+    if make_baseline is not None:
+        baseline = make_baseline(comm, verify.PS_SETS[options.set](), options.dtype)
     if context.serves:
-        return _serve(context, policy, comm, baseline)
+        return _serve(context, policy, baseline)
     labels = {
         "ranks": comm.Get_size(),
         "servers": context.servers,
@@ -53,7 +73,7 @@ def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> N
     conditions = {"op": "push, SGD, pull", **conditions}
     writer = output.ResultWriter(options.json, enabled=context.worker == 0)
     writer.header(options.bench, labels, conditions, options.against)
-    worker = _BenchWorker(options, policy, workers, comm, baseline)
+    worker = _BenchWorker(options, policy, workers, baseline)
     try:
         for result in worker.measure(options.seconds):
             writer.line({"bench": options.bench, **worker.what, **labels, **result, **conditions})
@@ -80,41 +100,25 @@ def _policy(name: str | None, context: Context) -> Policy:
 # Server.
 
 
-class _RoundTrips(ControlRequest):
-    """Serve `count` raw MPI round trips of one baseline. There is no reply."""
-
-    name: str
-    count: int
-
-
 class _WrongResult(ControlRequest):
     """A worker reports a wrong result. There is no reply."""
 
     problem: str
 
 
-def _serve(context: Context, policy: Policy, comm: Any, baseline: baselines.ServerBaseline | None) -> None:
+def _serve(context: Context, policy: Policy, baseline: StepBaseline | None) -> None:
     """Serve until the last worker has left. Raises WrongResultError if a worker has reported one."""
     problems: list[str] = []
     optimizer, options = SGD(lr=LR), StepOptions("opt", consistency=policy)
     agreement = options.agreement(optimizer, context.config)
-
-    def round_trips(worker: int, request: _RoundTrips) -> Any:
-        assert baseline is not None
-        round_trip = baseline.round_trips[request.name]
-        empty = np.empty(0, np.uint8)
-        comm.Send(empty, worker + 1)  # the server is ready
-        for _ in range(request.count):
-            round_trip.serve()
-        comm.Send(empty, worker + 1)  # the server has completed all round trips
-        return NO_REPLY
 
     def wrong_result(worker: int, request: _WrongResult) -> Any:
         problems.append(request.problem)
         return NO_REPLY
 
     loop = ServerLoop(context, optimizer, policy, options.locks(optimizer, context.config), agreement)
-    loop.control.handlers |= {_RoundTrips: round_trips, _WrongResult: wrong_result}
+    loop.control.handlers[_WrongResult] = wrong_result
+    loop.control.handlers.update(baseline.handlers if baseline else {})
     loop.serve()
     if problems:
         raise WrongResultError(problems[0])
@@ -124,38 +128,31 @@ def _serve(context: Context, policy: Policy, comm: Any, baseline: baselines.Serv
 
 
 class _BenchWorker:
-    """One worker. workers, comm: mpi4py communicators of all workers, and of all ranks."""
+    """One worker. workers: mpi4py communicator of all workers."""
 
     def __init__(
-        self,
-        options: argparse.Namespace,
-        policy: Policy,
-        workers: Any,
-        comm: Any,
-        baseline: baselines.ServerBaseline | None,
+        self, options: argparse.Namespace, policy: Policy, workers: Any, baseline: StepBaseline | None
     ) -> None:
         self._shapes, self._dtype = verify.PS_SETS[options.set](), options.dtype
-        self._workers, self._comm, self._baseline = workers, comm, baseline
-        self._round_trips = baseline.round_trips if baseline else {}
+        self._workers, self._baseline = workers, baseline
         self._averages = isinstance(policy, Sync)
-        self._transport = MpiTransport(current_context().comm)
         self._opt = allred.distributed(allred.optim.SGD(lr=LR), consistency=policy)
-        self._params = baselines.allocate(self._shapes, self._dtype)
-        self._grads = baselines.allocate(self._shapes, self._dtype, arenas.empty)
+        self._params = allocate(self._shapes, self._dtype)
+        self._grads = allocate(self._shapes, self._dtype, in_arena)
         nbytes = sum(array.nbytes for array in self._params)
         self.what: dict[str, Any] = {"set": options.set, "bytes": nbytes, "tensors": len(self._shapes)}
 
     def measure(self, seconds: float) -> list[dict[str, Any]]:
         """One record per baseline, or one without. Raises WrongResultError on all workers. Collective."""
         self._verify_one_step()
-        self._verify_round_trips()
+        for name, problem in (self._baseline.verify() if self._baseline else {}).items():
+            self._raise_if_any(f"a round trip of {name}", problem)
         start = verify.whole_params(self._shapes, self._dtype)
         self._initialize(start, verify.whole_gradients(self._shapes, self._dtype))
-        calls: dict[str, Any] = {"allred": self._step}
-        calls |= {name: round_trip.work for name, round_trip in self._round_trips.items()}
+        others = self._baseline.calls if self._baseline else {}
+        calls: dict[str, Call] = {"allred": self._step, **others}
         before = self._statistics()
-        seconds *= max(1, len(self._round_trips))
-        found = measure.interleave_steps(calls, self._workers, seconds, self._server_context)
+        found = measure.interleave_steps(calls, self._workers, seconds * max(1, len(others)), self._turn)
         after = self._statistics()
         ours = found.pop("allred")
         updates = after.updates - before.updates
@@ -164,15 +161,16 @@ class _BenchWorker:
             "updates_per_s": output.rounded(ours.steps_per_s * updates / (ours.steps * self._workers.Get_size())),
             "staleness": dict(sorted((after.staleness - before.staleness).items())),
         }
-        others: list[tuple[str | None, measure.CallTimes | None]]
-        others = [(name, other.times) for name, other in found.items()] or [(None, None)]
-        return [{**output.result(ours.times, *other, self.what["bytes"]), **shared} for other in others]
+        compared: list[tuple[str | None, measure.CallTimes | None]]
+        compared = [(name, other.times) for name, other in found.items()] or [(None, None)]
+        return [{**output.result(ours.times, *other, self.what["bytes"]), **shared} for other in compared]
 
     def report_to_servers(self, problem: str) -> None:
         """Worker 0 sends the error to all servers, which raise it too."""
         context = current_context()
+        transport = MpiTransport(context.comm)
         for server in range(context.servers if context.worker == 0 else 0):
-            self._transport.send(server, CALL, _WrongResult(problem))
+            transport.send(server, CALL, _WrongResult(problem))
 
     def _step(self) -> None:
         self._opt.step(self._params, self._grads)
@@ -183,16 +181,10 @@ class _BenchWorker:
                 target[...] = source
         self._opt.broadcast(self._params)
 
-    @contextlib.contextmanager
-    def _server_context(self, name: str, calls: int) -> Iterator[None]:
-        """The server serves `calls` raw round trips inside. The last message makes MPI complete the last send."""
-        empty = np.empty(0, np.uint8)
-        if name in self._round_trips:
-            self._transport.send(0, CALL, _RoundTrips(name, calls))
-            self._comm.Recv(empty, 0)
-        yield
-        if name in self._round_trips:
-            self._comm.Recv(empty, 0)
+    def _turn(self, name: str, calls: int) -> contextlib.AbstractContextManager[None]:
+        if name == "allred" or self._baseline is None:
+            return contextlib.nullcontext()
+        return self._baseline.context(name, calls)
 
     def _statistics(self) -> Statistics:
         self._workers.Barrier()
@@ -207,13 +199,6 @@ class _BenchWorker:
         self._pull()
         expected = verify.after_one_step(params, grads, self._workers.Get_size(), self._averages)
         self._raise_if_any("a step", verify.first_difference(self._params, expected))
-
-    def _verify_round_trips(self) -> None:
-        for name, round_trip in self._round_trips.items():
-            with self._server_context(name, 1):
-                round_trip.work()
-            assert self._baseline is not None
-            self._raise_if_any(f"a round trip of {name}", self._baseline.wrong(name))
 
     def _verify_all_steps(self, updates: int, steps: int, start: list[Any]) -> None:
         self._pull()

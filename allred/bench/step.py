@@ -14,7 +14,8 @@ from typing import Any
 import allred
 from allred import arrays, world
 from allred.arrays import Array
-from allred.bench import arenas, baselines, measure, output, verify
+from allred.bench import measure, output, verify
+from allred.bench.allreduce import Arenas, allocate
 from allred.bench.measure import Call
 from allred.comm import functions
 from allred.comm.communicator import Communicator
@@ -25,7 +26,7 @@ _Calls = dict[str, tuple[Call, list[Array], list[Array]]]  # by variant: a step,
 
 def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> None:
     """Measure all sets; rank 0 prints. Raises ConfigError or WrongResultError on all ranks. Calls allred.shutdown()."""
-    found = arenas.communicators(options.arena) if options.arena else {"": functions.current()}
+    arenas = Arenas(options.arena)
     labels = {"ranks": comm.Get_size(), "dtype": arrays.name_of(options.dtype), "backend": functions.current().name}
     if options.arena:
         labels["arena"] = options.arena[0]
@@ -34,8 +35,8 @@ def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> N
     writer.header("step", labels, conditions, "no check")
     for name in options.items:
         shapes = verify.SETS[name]()
-        params = baselines.allocate(shapes, options.dtype)
-        calls = _calls(found, name, params, options)
+        params = allocate(shapes, options.dtype)
+        calls = _calls(arenas, name, params, options)
         for variant, (call, updated, grads) in calls.items():
             _check(f"step {name} by {variant}", call, updated, grads, comm)
         times = measure.interleave(
@@ -51,7 +52,7 @@ def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> N
     allred.shutdown()
 
 
-def _calls(found: dict[str, Communicator], name: str, params: list[Array], options: argparse.Namespace) -> _Calls:
+def _calls(arenas: Arenas, name: str, params: list[Array], options: argparse.Namespace) -> _Calls:
     """Return a step of each communicator with and without the check, and the sharded steps of the first communicator;
     `allred` is the first one, with the check."""
     calls: _Calls = {}
@@ -60,11 +61,12 @@ def _calls(found: dict[str, Communicator], name: str, params: list[Array], optio
         settings = {"name": f"{name}, {variant}", "nonfinite": "raise"} | settings
         opt = allred.distributed(allred.optim.SGD(verify.LR, options.momentum), **settings)
         updated = opt.share(params) if variant == _ONE_COPY else params
-        calls[variant] = functools.partial(_step, opt, found[arena], updated, grads), updated, grads
+        communicator = arenas.communicators.get(arena) or functions.current()
+        calls[variant] = functools.partial(_step, opt, communicator, updated, grads), updated, grads
 
-    for arena in found:
+    for arena in arenas.names or [""]:
         grads = arenas.allocate(arena, verify.SETS[name](), options.dtype)
-        variant = arenas.variant(arena, list(found))
+        variant = arenas.variant(arena) if arena else "allred"
         add(variant, arena, params, grads)
         add("no check" if variant == "allred" else f"{variant}, no check", arena, params, grads, nonfinite="ignore")
         if variant == "allred" and options.sharded:

@@ -9,9 +9,7 @@ A step is zero_grad, forward, backward and SGD. All variants run in the same pro
 
 Lines: `mlp`, six Linear with ReLU, at several batch sizes; `resnet`, a ResNet-20 on images of 32 pixels; `grouped`, the
 mean of the gradients of a model as tensors: one grouped_allreduce_ of allred against an all_reduce of gloo and a
-division for each tensor; `host` and `sleep`: see bench/torch_hooks.py.
-
-`--against horovod`: see bench/torch_horovod.py.
+division for each tensor.
 
 A speedup is the ratio of two samples of the same round; the median and the lower quartile of the ratios are shown. Set
 OMP_NUM_THREADS=1. All variants of a model must have the same parameters after the first steps, on all ranks.
@@ -32,7 +30,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import allred
-from allred.bench import measure, output, torch_hooks, torch_horovod, verify
+from allred.bench import measure, output, verify
 from allred.comm import functions
 from allred.torch.tensors import as_array
 from allred.wording import count
@@ -40,13 +38,15 @@ from allred.wording import count
 LAYERS = 6
 CLASSES = 10
 _VERIFIED_STEPS = 4
+_FIRST_STEPS = 4  # the first ones, also after a change, are never sent early
 _TOLERANCE = 1e-3  # of the largest change of a parameter
 Record = dict[str, Any]
 Data = tuple[Any, Any]  # inputs and classes of a batch
+MeasureLines = Callable[[argparse.Namespace, Any, Any], Iterator[Record]]  # options, comm, the group of gloo
 
 
-def run(options: argparse.Namespace, comm: Any, conditions: Record) -> None:
-    """Measure; rank 0 prints. Calls allred.shutdown()."""
+def run(options: argparse.Namespace, comm: Any, conditions: Record, measure_lines: MeasureLines | None = None) -> None:
+    """Measure; rank 0 prints. Calls allred.shutdown(). measure_lines: yields the records of another benchmark."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1").split(",")[0]))
     dist.init_process_group("allred")
     gloo = dist.new_group(backend="gloo")
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace, comm: Any, conditions: Record) -> None:
     if prints and not options.json:
         print(f"torch {labels['torch']}: {count(labels['ranks'], 'rank')}, backend {labels['backend']}")
         print(*output.condition_lines(conditions), sep="\n", flush=True)
-    for result in _measure(options, comm, gloo):
+    for result in (measure_lines or _measure)(options, comm, gloo):
         record = {"bench": "torch", **result, **labels, **conditions}
         if prints and options.json:
             output.ResultWriter(as_json=True, enabled=True).line(record)
@@ -74,12 +74,7 @@ def _measure(options: argparse.Namespace, comm: Any, gloo: Any) -> Iterator[Reco
     def data(*shape: int) -> Data:
         return torch.randn(*shape, generator=generator), torch.randint(CLASSES, shape[:1], generator=generator)
 
-    if options.against == "horovod":
-        make = functools.partial(_mlp, width)
-        lines = torch_horovod.measure_all(options.batches, make, lambda n: data(n, width), seconds, comm, gloo)
-        yield from ({**labels, **_compare(times, baseline)} for labels, times, baseline in lines)
-        return
-    variants = _variants(functools.partial(_mlp, width), gloo)
+    variants = _variants(functools.partial(mlp, width), gloo)
     for batch in options.batches:
         yield {"set": "mlp", "batch": batch, **_measure_model(variants, data(batch, width), seconds, comm)}
     del variants
@@ -88,11 +83,9 @@ def _measure(options: argparse.Namespace, comm: Any, gloo: Any) -> Iterator[Reco
     images = data(batch, 3, 32, 32)
     yield {"set": "resnet", "batch": batch, **_measure_model(_variants(_resnet, gloo), images, seconds, comm)}
     yield {"set": "grouped", **_measure_grouped(options.tensors, seconds, comm, gloo)}
-    yield {"set": "host", **torch_hooks.measure_host(seconds, comm)}
-    yield {"set": "sleep", **torch_hooks.measure_sleep([(width, width)] * LAYERS, seconds, comm)}
 
 
-def _compare(times: dict[str, measure.CallTimes], baseline: str) -> Record:
+def compare(times: dict[str, measure.CallTimes], baseline: str) -> Record:
     """Return the medians, and the speedups over the baseline: the median and the lower quartile."""
     ratios = {name: times[baseline].seconds / each.seconds for name, each in times.items() if name != baseline}
     return {
@@ -113,7 +106,6 @@ def _row(result: Record) -> str:
     words += [
         f"{key[:-3]} {output.number(result[key])} us" for key in result if key.endswith("_us") and key != "p50_us"
     ]
-    words += [f"{name}: {output.number(us)} us" for name, us in result.get("parts", {}).items()]
     words += [f"{key} {result[key]}" for key in ("share", "share_q25", "auto") if key in result]
     return f"{label:>16}  {', '.join(words)}"
 
@@ -121,7 +113,7 @@ def _row(result: Record) -> str:
 # Models.
 
 
-def _mlp(width: int) -> nn.Module:
+def mlp(width: int) -> nn.Module:
     layers = [part for _ in range(LAYERS - 1) for part in (nn.Linear(width, width), nn.ReLU())]
     return nn.Sequential(*layers, nn.Linear(width, max(width, CLASSES)))
 
@@ -155,13 +147,21 @@ class _Variant(NamedTuple):
 
     def step(self, data: Data) -> None:
         if self.early is not None:
-            torch_hooks.set_overlap(self.optimizer, self.early, lambda: self.step(data))
+            set_overlap(self.optimizer, self.early, lambda: self.step(data))
         self.optimizer.zero_grad()
         nn.functional.cross_entropy(self.model(data[0]), data[1]).backward()
         self.optimizer.step()
 
 
 Variants = dict[str, _Variant]
+
+
+def set_overlap(optimizer: Any, overlaps: bool, step: Callable[[], None]) -> None:
+    """Set whether the steps of a hooked optimizer send gradients during the backward pass. If this is a change, take
+    steps until they do: the first step of a turn is not measured (measure.interleave). Called on all ranks."""
+    if optimizer.allred.set_overlap(overlaps):
+        for _ in range(_FIRST_STEPS if overlaps else 0):
+            step()
 
 
 def _variants(make: Callable[[], nn.Module], gloo: Any) -> Variants:
@@ -183,7 +183,7 @@ def _measure_model(variants: Variants, data: Data, seconds: float, comm: Any) ->
     auto = "early" if variants["hooked late"].optimizer.allred.decide_overlap() else "late"
     calls = {name: functools.partial(variant.step, data) for name, variant in variants.items()}
     nbytes = sum(parameter.nbytes for parameter in variants["local"].model.parameters())
-    return {"bytes": nbytes, "auto": auto, **_compare(measure.interleave(calls, comm, seconds), "ddp gloo")}
+    return {"bytes": nbytes, "auto": auto, **compare(measure.interleave(calls, comm, seconds), "ddp gloo")}
 
 
 def _verify_model(variants: Variants, data: Data, comm: Any) -> None:
@@ -216,10 +216,33 @@ def _measure_grouped(name: str, seconds: float, comm: Any, gloo: Any) -> Record:
     def grouped() -> None:
         allred.grouped_allreduce_([as_array(tensor) for tensor in tensors])
 
-    calls: torch_horovod.Calls = {
-        "gloo per tensor": functools.partial(torch_horovod.average_by_gloo, tensors, gloo),
+    calls: dict[str, measure.Call] = {
+        "gloo per tensor": functools.partial(average_by_gloo, tensors, gloo),
         "allred": grouped,
     }
-    times = torch_horovod.measure_averages(calls, tensors, seconds, comm)
+    times = measure_averages(calls, tensors, seconds, comm)
     nbytes = sum(tensor.nbytes for tensor in tensors)
-    return {"tensors": name, "bytes": nbytes, **_compare(times, "gloo per tensor")}
+    return {"tensors": name, "bytes": nbytes, **compare(times, "gloo per tensor")}
+
+
+def average_by_gloo(tensors: list[Any], gloo: Any) -> None:
+    """Replace each tensor by its mean over the ranks."""
+    for tensor in tensors:
+        dist.all_reduce(tensor, group=gloo)
+        tensor.div_(dist.get_world_size(gloo))
+
+
+def measure_averages(
+    calls: dict[str, measure.Call], tensors: list[Any], seconds: float, comm: Any
+) -> dict[str, measure.CallTimes]:
+    """Check that each call replaces the tensors by their mean over the ranks, and time them."""
+    size = comm.Get_size()
+    for title, call in calls.items():
+        for index, tensor in enumerate(tensors):
+            tensor.fill_(index + comm.Get_rank())
+        call()
+        wrong = [i for i, tensor in enumerate(tensors) if not bool((tensor == i + (size - 1) / 2).all())]
+        verify.raise_if_any(f"torch: averages by {title}", f"tensors {wrong[:5]}" if wrong else "", comm)
+    for tensor in tensors:
+        tensor.zero_()
+    return measure.interleave(calls, comm, seconds)

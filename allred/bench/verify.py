@@ -59,7 +59,6 @@ _Sets = dict[str, Callable[[], list[Shape]]]
 
 # A tensor of `small` and `tiny` has 1 KiB in float32.
 SETS: _Sets = {"resnet50": resnet50, "transformer": transformer, "small": lambda: [(256,)] * 1000}
-OVERLAP_SETS: _Sets = {**SETS, "mlp": lambda: [(512, 512), (512,)] * 8}
 PS_SETS: _Sets = {**SETS, "tiny": lambda: [(256,)]}
 
 LR = 0.75  # learning rate; 4 * LR is a whole number

@@ -1,10 +1,9 @@
 """Data loading: this rank's share of each global batch, from arrays, files, datasets and streams of records."""
 
-from allred.data.batches import Batches, batches
+from allred.data.batches import Batches, Shuffled, Stream, batches, shuffled, stream
 from allred.data.columns import idx, npy
 from allred.data.distributed_batch_sampler import DistributedBatchSampler
 from allred.data.prefetching import Prefetch, prefetch
-from allred.data.streaming import Shuffled, Stream, shuffled, stream
 from allred.data.tfrecord_files import TFRecord, example, make_example, tfrecord, write_tfrecord
 
 __all__ = [

@@ -4,7 +4,7 @@
     data    length bytes                                crc     uint32, masked CRC-32C of the data
 
 https://www.tensorflow.org/tutorials/load_data/tfrecord. The package google-crc32c (extra `tfrecord`) computes CRC-32C
-(Castagnoli) in C. Without it a Python loop does, and the first reader or writer issues a warning.
+(Castagnoli); it warns if it is not compiled.
 
 Examples are read and written with Google's package protobuf (extra `tfrecord`). The messages are those of example.proto
 and feature.proto in tensorflow/core/example, in a separate descriptor pool, so that the process may also load
@@ -25,14 +25,6 @@ from allred import arrays, log
 from allred.arrays import Array
 from allred.errors import DataError, InputError
 
-try:
-    _google_crc32c: Any = importlib.import_module("google_crc32c")
-except ImportError:
-    _google_crc32c = None
-
-crc_implementation: str = "none" if _google_crc32c is None else _google_crc32c.implementation  # or "c", "python"
-
-_POLYNOMIAL = 0x82F63B78  # 0x1EDC6F41, bits reversed
 _ONES = 0xFFFFFFFF
 _POLICIES = ("raise", "skip")
 _HEAD = struct.Struct("<QI")
@@ -41,48 +33,23 @@ _FOOT = struct.Struct("<I")
 Path = str | os.PathLike[str]
 
 
-def crc32c(data: bytes) -> int:
-    """CRC-32C of bytes.
-
-    >>> hex(crc32c(b"123456789"))
-    '0xe3069283'
-    """
-    return int(_google_crc32c.value(data)) if _google_crc32c is not None else crc32c_in_python(data)
-
-
-def crc32c_in_python(data: bytes) -> int:
-    """CRC-32C of bytes, computed without google-crc32c."""
-    table = _crc_table()
-    register = _ONES
-    for byte in data:
-        register = table[(register ^ byte) & 0xFF] ^ register >> 8
-    return register ^ _ONES
-
-
 @functools.cache
-def _crc_table() -> list[int]:
-    table = []
-    for register in range(256):
-        for _ in range(8):
-            register = register >> 1 ^ _POLYNOMIAL * (register & 1)
-        table.append(register)
-    return table
+def google_crc32c() -> Any:
+    """Return the package. Raises ImportError."""
+    try:
+        return importlib.import_module("google_crc32c")
+    except ImportError as error:
+        raise ImportError(f"TFRecord files need google-crc32c: pip install 'allred[tfrecord]' ({error})") from error
 
 
 def masked_crc32c(data: bytes) -> int:
-    """Masked CRC-32C of TFRecord files: rotated, plus a constant. The mask allows records that contain records."""
-    crc = crc32c(data)
+    """Masked CRC-32C of TFRecord files: rotated, plus a constant. The mask allows records that contain records.
+
+    >>> hex(masked_crc32c(b"123456789"))
+    '0xc78ab0e5'
+    """
+    crc: int = google_crc32c().value(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & _ONES
-
-
-@functools.cache
-def _warn_if_slow() -> None:
-    """Warn if no compiled google-crc32c is installed: once in a process, and only on the chief."""
-    if crc_implementation != "c":
-        log.runtime_warning(
-            "TFRecord checksums are computed in Python, in about 0.1 ms per kilobyte, because google-crc32c is not "
-            "installed or not compiled: pip install 'allred[tfrecord]'"
-        )
 
 
 class TFRecord:
@@ -96,7 +63,6 @@ class TFRecord:
         self._warned = False
 
     def __iter__(self) -> Iterator[bytes]:
-        _warn_if_slow()
         self.skipped = 0
         for path in self.paths:
             with open(path, "rb") as file:
@@ -154,8 +120,7 @@ class TFRecord:
 def tfrecord(paths: Path | Sequence[Path], corrupt: str = "raise") -> TFRecord:
     """Read the records of TFRecord files in the order of the files, and check both checksums of each record.
 
-    A record takes about 2 us plus 1 ns per byte with google-crc32c (extra `tfrecord`), and about 0.1 ms per kilobyte
-    without it; then one warning is printed.
+    A record takes about 2 us plus 1 ns per byte. Needs google-crc32c (extra `tfrecord`).
 
     Arguments:
         paths: one file or several, not compressed.
@@ -169,10 +134,12 @@ def tfrecord(paths: Path | Sequence[Path], corrupt: str = "raise") -> TFRecord:
     Raises:
         InputError: no path, or another value of `corrupt`.
         OSError: during iteration, if a file cannot be opened.
+        ImportError: google-crc32c is not installed.
 
     >>> list(tfrecord("numbers.tfrecord"))    # doctest: +SKIP
     [b'one', b'two']
     """
+    google_crc32c()
     found = [os.fspath(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
     if corrupt not in _POLICIES:
         raise InputError(f"tfrecord: corrupt={corrupt!r} must be one of {', '.join(map(repr, _POLICIES))}")
@@ -184,12 +151,11 @@ def tfrecord(paths: Path | Sequence[Path], corrupt: str = "raise") -> TFRecord:
 def write_tfrecord(path: Path, records: Iterable[bytes]) -> int:
     """Write records to a TFRecord file, replacing an existing file, and return their number.
 
-    Raises OSError if the file cannot be written.
+    Raises OSError if the file cannot be written, ImportError without google-crc32c (extra `tfrecord`).
 
     >>> write_tfrecord("numbers.tfrecord", [b"one", b"two"])    # doctest: +SKIP
     2
     """
-    _warn_if_slow()
     count = 0
     with open(path, "wb") as file:
         for record in records:

@@ -21,7 +21,7 @@ import allred
 from allred import command_line
 from allred.cluster import launcher, processors
 from allred.comm import functions
-from allred.doctor import findings, gpu, host, info, mpi, trials
+from allred.doctor import findings, host, info, mpi, trials
 from allred.doctor.findings import FAIL, NOTE, WARN, Finding, RankReport, ReportPrinter, Topic, exit_code, summary
 from allred.doctor.watchdog import Watchdog
 from allred.errors import CollectiveTimeout
@@ -33,8 +33,7 @@ TOPICS: list[Topic[Any]] = [  # in the order of the report
     Topic("launcher", mpi.probe_launch, mpi.diagnose_launch),
     Topic("processors", processors.own_cores, host.diagnose_processors),
     Topic("memory", host.probe_memory, host.diagnose_memory),
-    Topic("network", host.probe_network, host.diagnose_network),
-    Topic("GPU", gpu.probe, gpu.diagnose),
+    Topic("GPU", host.probe_gpus, host.diagnose_gpus),
 ]
 
 _PROBE_FACTOR = 3  # limit of all probes of a rank, in units of --limit-s; slow probes have limits of their own

@@ -1,14 +1,13 @@
-"""Resources of a host: cores and BLAS threads, memory and /dev/shm, network interfaces."""
+"""Resources of a host: cores and BLAS threads; memory and /dev/shm; GPUs with their driver, cupy and NCCL."""
 
 import dataclasses
+import importlib.util
 import os
 import pathlib
-import resource
-from collections.abc import Mapping
+import re
 
 from allred.bench.output import size_name
-from allred.cluster.interfaces import ipv4_addresses
-from allred.cluster.processors import Cores, limits, read_file, usable_cores
+from allred.cluster.processors import Cores, limits, usable_cores
 from allred.doctor.findings import (
     FAIL,
     NOTE,
@@ -18,6 +17,7 @@ from allred.doctor.findings import (
     RankFacts,
     by_host,
     compare,
+    probe_in_subprocess,
     rank_names,
     summarize_hosts,
 )
@@ -27,12 +27,6 @@ from allred.wording import count, named, ranges
 # A rank's part of /dev/shm: Open MPI 5 asks for files of 16 MiB, MPICH 5 fills about 5 MiB (measured).
 SHM_RANK_BYTES = 16 * 2**20
 _SHM = "/dev/shm"
-_VIRTUAL = ("docker", "virbr", "br-", "veth", "cni", "podman", "lxc", "tun", "tap")
-_SLOW_MBPS = 10_000
-_NETWORK_VARIABLES = (
-    *("OMPI_MCA_pml", "OMPI_MCA_btl", "OMPI_MCA_btl_tcp_if_include"),
-    *("MPIR_CVAR_CH4_NETMOD", "FI_PROVIDER", "UCX_TLS", "UCX_NET_DEVICES", "I_MPI_FABRICS"),
-)
 
 
 def diagnose_processors(ranks: list[RankFacts[Cores]]) -> list[Finding]:
@@ -109,12 +103,13 @@ def _diagnose_blas(ranks: list[RankFacts[Cores]]) -> Finding:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryFacts:
-    """Memory of a rank's host in bytes. None: no limit; shm_bytes None: /dev/shm is missing or not writable."""
+    """Memory of a rank's host in bytes.
+
+    cgroup_bytes None: no limit; shm_bytes None: /dev/shm is missing or not writable.
+    """
 
     shm_bytes: int | None
     shm_free: int
-    locked_bytes: int | None
-    rdma: bool
     machine_bytes: int
     cgroup_bytes: int | None
     unused_files: int = 0  # files of MPICH in /dev/shm that belong to this user and that no process uses
@@ -127,12 +122,9 @@ def probe_memory() -> MemoryFacts:
         status = os.statvfs(_SHM)
         shm_bytes, shm_free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
     unused = shm_files.unused()
-    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return MemoryFacts(
         shm_bytes=shm_bytes,
         shm_free=shm_free,
-        locked_bytes=None if locked == resource.RLIM_INFINITY else locked,
-        rdma=any(pathlib.Path("/sys/class/infiniband").glob("*")),
         machine_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         cgroup_bytes=limits().memory_bytes,
         unused_files=len(unused),
@@ -153,11 +145,11 @@ def rounded_size(nbytes: int) -> str:
 
 
 def diagnose_memory(ranks: list[RankFacts[MemoryFacts]]) -> list[Finding]:
-    """/dev/shm of every host, locked memory, the cgroup's limit."""
+    """/dev/shm of every host, the cgroup's limit."""
     hosts = by_host(ranks)
     shm = [_diagnose_shm(host, there) for host, there in hosts.items()]
     shm = summarize_hosts(shm, len(hosts), _SHM, "enough space on")
-    return [*shm, _diagnose_locked(ranks), _diagnose_cgroup(ranks)]
+    return [*shm, _diagnose_cgroup(ranks)]
 
 
 def _diagnose_shm(host: str, ranks: list[RankFacts[MemoryFacts]]) -> Finding:
@@ -178,19 +170,6 @@ def _diagnose_shm(host: str, ranks: list[RankFacts[MemoryFacts]]) -> Finding:
     return Finding(verdict, _SHM, found, "; or ".join(remedies))
 
 
-def _diagnose_locked(ranks: list[RankFacts[MemoryFacts]]) -> Finding:
-    found = compare(
-        ranks, lambda facts: "unlimited" if facts.locked_bytes is None else rounded_size(facts.locked_bytes)
-    )
-    short = [rank for rank in ranks if rank.facts.rdma and rank.facts.locked_bytes is not None]
-    if short:
-        remedy = "ulimit -l unlimited; permanently: '* - memlock unlimited' in /etc/security/limits.d, docker run "
-        remedy += "--ulimit memlock=-1, or LimitMEMLOCK=infinity for slurmd"
-        return Finding(WARN, "locked memory", f"{found}; InfiniBand on {rank_names(short)} needs more", remedy)
-    rdma = any(rank.facts.rdma for rank in ranks)
-    return Finding(OK, "locked memory", found if rdma else f"{found}; enough without InfiniBand")
-
-
 def _diagnose_cgroup(ranks: list[RankFacts[MemoryFacts]]) -> Finding:
     def text(facts: MemoryFacts) -> str:
         if facts.cgroup_bytes is None or facts.cgroup_bytes >= facts.machine_bytes:
@@ -204,85 +183,116 @@ def _diagnose_cgroup(ranks: list[RankFacts[MemoryFacts]]) -> Finding:
     return Finding(OK, "memory", found)
 
 
+# GPUs. Without GPUs, arrays stay on the host.
+
+# Runs in a new process, because cupy needs a second to load, creates a context on the device, and may crash.
+GPU_PROBE = """
+import json, cupy
+from cupy.cuda import runtime
+found = {"cupy": cupy.__version__, "cuda_runtime": runtime.runtimeGetVersion()}
+found["cuda_driver"] = runtime.driverGetVersion()
+count = runtime.getDeviceCount()
+found["devices"] = [runtime.getDeviceProperties(i)["name"].decode() for i in range(count)]
+if count:
+    cupy.arange(1)  # compiles a kernel, with NVRTC and the headers of CUDA
+try:
+    from cupy.cuda import nccl
+    found["nccl"] = nccl.get_version()
+except Exception:
+    found["nccl"] = 0
+print(json.dumps(found))
+"""
+
+
 @dataclasses.dataclass(frozen=True)
-class Interface:
-    """A network interface that is up. address: IPv4 or ""; mbps: 0 if unknown."""
+class GpuFacts:
+    """Facts of the kernel driver and of cupy. Versions are CUDA's and NCCL's numbers (13020 is CUDA 13.2)."""
 
-    name: str
-    address: str
-    mbps: int
-
-    def __str__(self) -> str:
-        speed = f"{self.mbps / 1000:g} Gbit/s" if self.mbps else "unknown speed"
-        return f"{self.name} {self.address or 'no IPv4 address'} {speed}"
-
-
-@dataclasses.dataclass(frozen=True)
-class NetworkFacts:
-    """Network of a rank's host, and the variables that select MPI's network."""
-
-    interfaces: tuple[Interface, ...]
-    infiniband: tuple[str, ...]  # "mlx5_0 port 1: ACTIVE, 200 Gb/sec (4X HDR)"
-    variables: Mapping[str, str]
-
-    @property
-    def active(self) -> bool:
-        return any("ACTIVE" in port for port in self.infiniband)
+    driver: str  # version of NVIDIA's kernel driver, or ""
+    device_files: int  # /dev/nvidia0, ...
+    cupy: str  # version; "" if cupy is not installed
+    error: str  # why cupy does not work
+    cuda_driver: int = 0
+    cuda_runtime: int = 0
+    devices: tuple[str, ...] = ()
+    nccl: int = 0
 
 
-def probe_network(sys_class: pathlib.Path = pathlib.Path("/sys/class")) -> NetworkFacts:
-    interfaces, addresses = [], ipv4_addresses()
-    for path in sorted((sys_class / "net").glob("*")):
-        if path.name != "lo" and read_file(path / "operstate") in ("up", "unknown"):
-            speed = read_file(path / "speed")  # -1 or an error on virtual interfaces
-            interfaces.append(Interface(path.name, addresses.get(path.name, ""), int(speed) if speed.isdigit() else 0))
-    ports = []
-    for port in sorted(sys_class.glob("infiniband/*/ports/*")):
-        state = read_file(port / "state").split(":")[-1].strip()
-        ports.append(f"{port.parts[-3]} port {port.name}: {state}, {read_file(port / 'rate')}")
-    variables = {name: os.environ[name] for name in _NETWORK_VARIABLES if name in os.environ}
-    return NetworkFacts(tuple(one for one in interfaces if one.address or one.mbps), tuple(ports), variables)
+def probe_gpus() -> GpuFacts:
+    """GPUs of this host, through cupy if it is installed."""
+    path = pathlib.Path("/proc/driver/nvidia/version")
+    version = re.search(r"\b\d+\.\d+(\.\d+)?\b", path.read_text()) if path.is_file() else None
+    files = [one for one in pathlib.Path("/dev").glob("nvidia*") if one.name.removeprefix("nvidia").isdigit()]
+    facts = GpuFacts(version[0] if version else "", len(files), "", "")
+    if importlib.util.find_spec("cupy") is None:
+        return facts
+    found, error = probe_in_subprocess(GPU_PROBE)
+    if error:
+        return dataclasses.replace(facts, cupy="installed", error=error)
+    return dataclasses.replace(facts, **{**found, "devices": tuple(found["devices"])})
 
 
-def diagnose_network(ranks: list[RankFacts[NetworkFacts]]) -> list[Finding]:
-    """Interfaces, InfiniBand and, with several hosts, which network MPI probably uses."""
-    several = len(by_host(ranks)) > 1
-    found = compare(ranks, lambda facts: ", ".join(map(str, facts.interfaces)) or "only loopback")
-    findings = [Finding(OK, "network", found)]
-    alone = [rank for rank in ranks if not rank.facts.interfaces and not rank.facts.infiniband]
-    if several and alone:
-        remedy = "docker run --network=host ..., or give every host an interface with an address"
-        found = f"no interface to the other hosts for {rank_names(alone)}; {found}"
-        findings = [Finding(WARN, "network", found, remedy)]
-    if any(rank.facts.infiniband for rank in ranks):
-        findings.append(_diagnose_infiniband(ranks))
-    return [*findings, *(_diagnose_between_hosts(ranks) if several else [])]
+def cuda_version(number: int) -> str:
+    """CUDA's version number as text.
+
+    >>> cuda_version(13020), cuda_version(11080)
+    ('13.2', '11.8')
+    """
+    return f"{number // 1000}.{number % 1000 // 10}"
 
 
-def _diagnose_infiniband(ranks: list[RankFacts[NetworkFacts]]) -> Finding:
-    found = compare(ranks, lambda facts: ", ".join(facts.infiniband) or "none")
-    down = [rank for rank in ranks if not rank.facts.active]
-    if down:
-        found = f"no active port for {rank_names(down)}; {found}"
-        return Finding(WARN, "InfiniBand", found, "run ibstat on that host")
-    return Finding(OK, "InfiniBand", found)
+def nccl_version(number: int) -> str:
+    """NCCL's version number as text.
+
+    >>> nccl_version(22707), nccl_version(2708)
+    ('2.27.7', '2.7.8')
+    """
+    major, rest = divmod(number, 10000 if number >= 10000 else 1000)
+    return f"{major}.{rest // 100}.{rest % 100}"
 
 
-def _diagnose_between_hosts(ranks: list[RankFacts[NetworkFacts]]) -> list[Finding]:
-    topic, facts = "between hosts", ranks[0].facts
-    chosen = " ".join(f"{name}={value}" for name, value in facts.variables.items())
-    infiniband = all(rank.facts.active for rank in ranks)
-    network = "InfiniBand if this MPI was built for it (check with ucx_info -d or fi_info)" if infiniband else "TCP"
-    found = f"MPI probably uses {network}; variables that select it: {chosen or 'none'}"
-    findings = [Finding(OK if infiniband else NOTE, topic, found)]
-    virtual = [one.name for one in facts.interfaces if one.name.startswith(_VIRTUAL)]
-    real = [one.name for one in facts.interfaces if one.name not in virtual and one.address]
-    if virtual and real and not chosen and not infiniband:
-        remedy = f"Open MPI: mpirun --mca btl_tcp_if_include {real[0]}; MPICH: mpirun -iface {real[0]}"
-        found = f"{', '.join(virtual)} on {ranks[0].host} cannot reach other hosts"
-        findings.append(Finding(NOTE, topic, found, remedy))
-    fastest = max((one.mbps for one in facts.interfaces), default=0)
-    if not infiniband and 0 < fastest < _SLOW_MBPS:
-        found = f"{fastest / 1000:g} Gbit/s is {fastest / 8000:.3g} GB/s for all ranks of a host together"
-        findings.append(Finding(NOTE, topic, found, "send gradients less often: larger batches, or accumulate="))
+def diagnose_gpus(ranks: list[RankFacts[GpuFacts]]) -> list[Finding]:
+    usable = _diagnose_cupy(ranks)
+    if usable.verdict != OK:
+        return [usable]
+    found = compare(ranks, lambda facts: nccl_version(facts.nccl) if facts.nccl else "cupy cannot load it")
+    missing = [rank.facts for rank in ranks if not rank.facts.nccl]
+    remedy = f"pip install nvidia-nccl-cu{missing[0].cuda_runtime // 1000}" if missing else ""
+    findings = [usable, Finding(NOTE if missing else OK, "NCCL", found, remedy)]
+    for host, there in by_host(ranks).items():
+        devices = len(there[0].facts.devices)
+        if len(there) > devices:
+            found = f"{count(len(there), 'rank')} for {count(devices, 'device')} on {host}"
+            remedy = f"mpirun -np {devices} on this host, for one rank per device"
+            findings.append(Finding(NOTE, "GPU", found, remedy))
     return findings
+
+
+def _diagnose_cupy(ranks: list[RankFacts[GpuFacts]]) -> Finding:
+    facts = next((rank.facts for rank in ranks if rank.facts.error), ranks[0].facts)
+    devices = any(rank.facts.device_files for rank in ranks)
+    install = "pip install cupy-cuda12x, or the cupy for your CUDA"
+    if facts.error:
+        found = f"cupy does not work: {compare(ranks, lambda facts: facts.error or 'works')}"
+        return Finding(WARN if devices else NOTE, "GPU", found, f"{install} ({_driver(facts)})" * devices)
+    if not facts.cupy:
+        if devices:
+            found = f"{compare(ranks, _driver)}, but cupy is not installed: arrays stay on the host"
+            return Finding(NOTE, "GPU", found, install)
+        return Finding(NOTE, "GPU", "none, and cupy is not installed: arrays stay on the host")
+    found = compare(ranks, _describe_gpus)
+    old = [rank for rank in ranks if rank.facts.cuda_runtime // 1000 > rank.facts.cuda_driver // 1000]
+    if old:
+        remedy = f"pip install cupy-cuda{old[0].facts.cuda_driver // 1000}x"
+        return Finding(WARN, "GPU", f"cupy needs a newer CUDA than the driver supports: {found}", remedy)
+    return Finding(OK, "GPU", found)
+
+
+def _driver(facts: GpuFacts) -> str:
+    return f"{count(facts.device_files, 'device')}, driver {facts.driver or 'unknown'}"
+
+
+def _describe_gpus(facts: GpuFacts) -> str:
+    devices = ", ".join(sorted({f"{facts.devices.count(name)} x {name}" for name in facts.devices})) or "no device"
+    driver = f"driver {facts.driver or 'unknown'} (CUDA {cuda_version(facts.cuda_driver)})"
+    return f"{devices}; {driver}, CUDA {cuda_version(facts.cuda_runtime)}, cupy {facts.cupy}"

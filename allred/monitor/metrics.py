@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from allred.errors import AllredError
-from allred.monitor.connection import Connection, Snapshot, open_job
+from allred.monitor import Connection, Snapshot, open_job
 
 BIND_S = 3.0  # the endpoint of the start before may still have the port
 

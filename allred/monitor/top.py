@@ -9,7 +9,7 @@ from typing import Any
 
 from allred.command_line import Parser, fail, parse
 from allred.errors import AllredError
-from allred.monitor.connection import Connection, Snapshot, open_job
+from allred.monitor import Connection, Snapshot, open_job
 
 INTERVAL_S = 1.0
 MOST_DELAYS = 5

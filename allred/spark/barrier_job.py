@@ -1,4 +1,4 @@
-"""The Spark job that starts the ranks: a barrier stage with a task for each.
+"""The Spark job that starts the ranks: a barrier stage with a task for each; and SparkJob, any job in a thread.
 
 1  each task starts a rank, which listens at an address, on 127.0.0.1 if all tasks run on one host
 2  the tasks exchange the addresses, and a secret that task 0 has made (allGather, which takes Spark a second)
@@ -9,25 +9,95 @@
 
 import dataclasses
 import json
+import re
 import secrets
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from allred.errors import InputError
+from allred.errors import AllredError, InputError
 from allred.run.restarts import End, RestartPolicy
 from allred.spark import outcomes
 from allred.spark.outcomes import Outcome, RankFailure
 from allred.spark.rank_process import RankProcess
 from allred.spark.rank_program import RankSpec, check_installed, rank_name
-from allred.spark.spark_job import SparkJob, SparkJobFailed
 from allred.validators import integer
 
 SLOTS_S = 25.0  # for executors to register, before too few slots are an error
 _SLOTS_TICK_S = 0.5
 _ALL_SLOTS_S = 3.0
+_AGAIN_S = 0.5
+_REASONS = (r"ExecutorLostFailure.*", r"(?<=failure reason: ).+", r"(?<=SparkException: ).+", r"\S.*")
+
+
+# A Spark job in a thread of its own, so that another thread or Ctrl-C can cancel it. Ctrl-C cannot cancel a job of the
+# thread that it interrupts: the connection of this thread to the JVM waits for the job.
+
+
+class SparkJobFailed(AllredError):  # noqa: N818  (it is not a bug of the driver)
+    """Spark has ended the job: an executor is lost, or a task of the job failed."""
+
+
+class SparkJob:
+    """A running job. action: runs it and returns its result. subject: the subject of the job, for errors."""
+
+    def __init__(self, context: Any, subject: str, action: Callable[[], Any]) -> None:
+        from pyspark import InheritableThread
+
+        self._context, self._subject, self._action = context, subject, action
+        self._tag = f"allred-{uuid.uuid4().hex}"
+        self._result: Any = None
+        self._error: Exception | None = None
+        self._thread = InheritableThread(target=self._run, name="allred-spark-job", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._context.addJobTag(self._tag)
+            self._result = self._action()
+        except Exception as error:
+            self._error = error
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self) -> Any:
+        """Return the result. Raises SparkJobFailed if Spark ended the job. Ctrl-C cancels the job."""
+        try:
+            self._thread.join()
+        except BaseException:
+            self.cancel()
+            raise
+        if self._error is not None:
+            raise SparkJobFailed(f"Spark ended {self._subject}: {reason_of(self._error)}") from self._error
+        return self._result
+
+    def request_cancel(self) -> None:
+        """Let Spark cancel the job, if it has begun and the context has not been stopped."""
+        if self._context._jsc is not None:
+            self._context.cancelJobsWithTag(self._tag)
+
+    def cancel(self, grace_s: float = 0.0) -> None:
+        """Wait until the job has ended; cancel it after grace_s seconds."""
+        self._thread.join(grace_s)
+        while self._thread.is_alive():
+            self.request_cancel()
+            self._thread.join(_AGAIN_S)
+
+
+def reason_of(error: Exception) -> str:
+    """Return the reason in an exception of Spark, one line: of the last Python traceback in it, if there is one."""
+    text, traceback, last = str(error).rpartition("Traceback (most recent call last):")
+    patterns = (r"(?m)^\S.*",) if traceback else _REASONS
+    found = (re.search(pattern, last) for pattern in patterns)
+    return next((match.group() for match in found if match), text)[:500]
+
+
+# The job that starts the ranks.
 
 
 def run(

@@ -34,8 +34,8 @@ from pyspark.sql.pandas.types import to_arrow_type
 from pyspark.sql.types import StructType
 
 from allred.errors import InputError
-from allred.spark import model_files
 from allred.spark.arrow_columns import to_rows
+from allred.spark.node_context import read_model
 from allred.spark.spark_cluster import AllredCluster, InputMode
 from allred.validators import integer
 
@@ -238,7 +238,7 @@ class _Prediction:
 
     def rows(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """For DataFrame.mapInArrow."""
-        predict, params = model_files.read(self._directory)
+        predict, params = read_model(self._directory)
         for whole in batches:
             for begin in range(0, len(whole), self._batch_size):
                 batch = whole.slice(begin, self._batch_size)

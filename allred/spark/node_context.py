@@ -1,16 +1,25 @@
-"""The second argument of a map_fun: which task of the cluster this rank is, and its data feed."""
+"""The second argument of a map_fun: which task of the cluster this rank is, its data feed, and the model it exports.
+
+A model is a directory: its parameters in params.safetensors, and its predict function, pickled by value.
+"""
 
 import os
+import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from allred.cluster.spec import SERVERS, task_name
-from allred.errors import InputError
+from allred.errors import CheckpointError, InputError
 
 if TYPE_CHECKING:
     from allred.server import Server
     from allred.spark.data_feed import DataFeed
+
+
+_PARAMS, _PREDICT = "params.safetensors", "predict.pkl"
 
 
 class NodeContext:
@@ -69,9 +78,37 @@ class NodeContext:
         with dicts of arrays by name; it returns an array with a row for each row of the inputs, or a dict of such
         arrays. params: arrays by name.
         """
-        from allred.spark import model_files
-
         if not os.fspath(directory):
             raise InputError("export_model: the directory is empty; set it with AllredEstimator.setExportDir")
         if self.job_name == "worker" and self.task_index == 0:
-            model_files.write(Path(directory), predict, params)
+            write_model(Path(directory), predict, params)
+
+
+def write_model(directory: Path, predict: Callable[..., Any], params: Mapping[str, Any]) -> None:
+    """Write the files. Replaces an existing model, not atomically: there are two files. Raises CheckpointError."""
+    import cloudpickle
+    from safetensors.numpy import save_file
+
+    arrays = {name: np.ascontiguousarray(value) for name, value in params.items()}
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file(arrays, directory / f".{_PARAMS}")
+        (directory / f".{_PREDICT}").write_bytes(cloudpickle.dumps(predict))
+        for name in (_PARAMS, _PREDICT):
+            os.replace(directory / f".{name}", directory / name)
+    except OSError as error:
+        raise CheckpointError(f"the model cannot be written to {directory}: {error.strerror or error}") from None
+
+
+def read_model(directory: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Return the predict function and the parameters. Raises CheckpointError."""
+    from safetensors.numpy import load_file
+
+    try:
+        predict = pickle.loads((Path(directory) / _PREDICT).read_bytes())
+        return predict, load_file(Path(directory) / _PARAMS)
+    except OSError as error:
+        raise CheckpointError(
+            f"there is no model in {directory} ({error.strerror or error}): map_fun writes it with ctx.export_model, "
+            "to a directory that all executors share"
+        ) from None

@@ -7,12 +7,18 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from allred.errors import AllredError, InputError
-from allred.spark.barrier_job import BarrierJob, BarrierTasks, exchange_addresses, pickle_function
+from allred.spark.barrier_job import (
+    BarrierJob,
+    BarrierTasks,
+    SparkJob,
+    SparkJobFailed,
+    exchange_addresses,
+    pickle_function,
+)
 from allred.spark.cluster_monitor import ClusterMonitor
 from allred.spark.outcomes import Outcome, RankFailure, first_failure
 from allred.spark.rank_process import RankProcess
 from allred.spark.rank_program import RankSpec
-from allred.spark.spark_job import SparkJob, SparkJobFailed
 from allred.validators import integer, positive
 
 if TYPE_CHECKING:

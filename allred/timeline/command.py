@@ -1,22 +1,27 @@
 """`python -m allred timeline merge DIR`: writes one trace of all ranks and prints a summary.
 
-Needs no MPI. Exit code 0; 2: DIR has no timeline, or the trace cannot be written.
+It matches the operations of all ranks: when each rank arrived, and which rank it waited for. Needs no MPI. Exit code 0;
+2: DIR has no timeline, or the trace cannot be written.
 """
 
+import bisect
+import dataclasses
 import json
 import pathlib
+import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from allred.command_line import Parser
 from allred.errors import InputError
-from allred.timeline import tables
 from allred.timeline.rank_file import RankTimeline, Span, read_timeline
 from allred.wording import count
 
 _WAITED_FOR = "waits for"
+_JOIN = "join"  # the operation of a rank that has joined
 
 
 def main(arguments: list[str]) -> int:
@@ -39,9 +44,9 @@ def main(arguments: list[str]) -> int:
 
 def _merge(directory: pathlib.Path, output: pathlib.Path) -> None:
     ranks, notes = _newest(directory)
-    matched = tables.match(ranks)
-    waits = tables.waits(matched, ranks)
-    document = {"traceEvents": list(trace_events(ranks, waits)), "displayTimeUnit": "ms"}
+    matched = match(ranks)
+    waiting = waits(matched, ranks)
+    document = {"traceEvents": list(trace_events(ranks, waiting)), "displayTimeUnit": "ms"}
     try:
         output.write_text(json.dumps(document), "utf-8")
     except OSError as error:
@@ -53,7 +58,7 @@ def _merge(directory: pathlib.Path, output: pathlib.Path) -> None:
     print(f"{output}: a job of {when}; {_count(ranks)}, {spans} spans; {clocks}")
     for line in (*notes, *(rank.left_out for rank in ranks if rank.left_out)):
         print(line)
-    print(f"\n{tables.text(ranks, matched, waits)}")
+    print(f"\n{summary(ranks, matched, waiting)}")
 
 
 def _count(ranks: Sequence[RankTimeline]) -> str:
@@ -125,3 +130,197 @@ def _span(pid: int, tid: int, span: Span, name: str, zero: int) -> dict[str, Any
 
 def _meta(pid: int, tid: int, what: str, **arguments: Any) -> dict[str, Any]:
     return {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": arguments}
+
+
+# The operations of all ranks.
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """An operation that all its members have completed. arrivals: start time in ns, by rank."""
+
+    kind: str
+    name: str
+    arrivals: dict[int, int]
+
+    @property
+    def last(self) -> int:
+        return max(self.arrivals, key=lambda rank: self.arrivals[rank])
+
+    @property
+    def lateness(self) -> int:
+        *_, before, last = sorted(self.arrivals.values())
+        return last - before
+
+
+def match(ranks: Sequence[RankTimeline]) -> list[Collective]:
+    """Collectives of at least two ranks, in order of completion; operations match by members, number and kind."""
+    found = []
+    for members in sorted({each.members for rank in ranks for each in rank.operations}):
+        by_number = {
+            rank.number: {each.number: each for each in mine}
+            for rank in ranks
+            if (mine := [each for each in rank.operations if each.members == members])
+        }
+        for number in sorted(set.intersection(*(set(each) for each in by_number.values()))):
+            matching = {rank: each[number] for rank, each in by_number.items() if each[number].kind != _JOIN}
+            if len({each.kind for each in matching.values()}) > 1:
+                break  # from here on the ranks made different calls
+            if len(matching) > 1:
+                first = next(iter(matching.values()))
+                found.append(Collective(first.kind, first.name, {rank: each.start for rank, each in matching.items()}))
+    return sorted(found, key=lambda each: max(each.arrivals.values()))
+
+
+def waits(collectives: Sequence[Collective], ranks: Sequence[RankTimeline]) -> dict[int, list[Span]]:
+    """Spans in which a rank only waited, by rank; the name of a span is the number of the rank that it waited for. A
+    rank waits from its own arrival to the last arrival, as long as it is in Work.wait or in a blocking call."""
+    found: dict[int, list[Span]] = defaultdict(list)
+    for rank in ranks:
+        blocked = _blocked(rank)
+        ends = [end for _, end in blocked]
+        free = 0  # end of the last span: overlapping waits are counted once
+        for each in collectives:
+            if rank.number not in each.arrivals or each.last == rank.number:
+                continue
+            begin, until = max(each.arrivals[rank.number], free), each.arrivals[each.last]
+            at = bisect.bisect_right(ends, begin)
+            while at < len(blocked) and blocked[at][0] < until:
+                start, end = max(blocked[at][0], begin), min(blocked[at][1], until)
+                if start < end:
+                    found[rank.number].append(Span("", "wait", str(each.last), start, end, 0))
+                    free = end
+                at += 1
+    return found
+
+
+def _blocked(rank: RankTimeline) -> list[tuple[int, int]]:
+    """The outermost intervals in which the rank was in waits and blocking calls, in order."""
+    calls = [(each.start, each.end) for each in rank.operations if each.blocking]
+    mine = sorted([*calls, *((span.start, span.end) for span in rank.spans if span.kind == "wait" and not span.row)])
+    outer: list[tuple[int, int]] = []
+    for start, end in mine:
+        if not outer or start >= outer[-1][1]:
+            outer.append((start, end))
+    return outer
+
+
+KINDS = ("negotiate", "pack", "allreduce", "unpack", "apply", "wait", "push", "pull", "push+pull")
+_OTHER, _OUTSIDE = "rest of step", "outside"
+_COLUMNS = (*KINDS, "other", _OTHER, _OUTSIDE)
+_COUNTED_AS = {"grouped_allreduce": "allreduce", "step": _OTHER}
+_MAX_MATRIX_RANKS = 12  # more ranks: a list of the longest waits
+_LONGEST_WAITS = 10
+
+
+def summary(ranks: Sequence[RankTimeline], collectives: Sequence[Collective], waits: dict[int, list[Span]]) -> str:
+    names = {rank.number: rank.name for rank in ranks}
+    parts = [_time_table(ranks, waits)]
+    if collectives:
+        waited = {rank: _by_rank(spans) for rank, spans in waits.items()}
+        parts += [
+            _arrival_table(names, collectives, waited),
+            _wait_table(names, waited),
+            _slowest_rank(names, collectives, waited),
+        ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def shares(rank: RankTimeline) -> dict[str, int]:
+    """Nanoseconds of a rank by kind of span, nested spans not counted twice. A wait inside another span than a step
+    counts as that span. "outside" is the time without a span."""
+    found: dict[str, int] = defaultdict(int)
+    inside: list[tuple[int, str]] = []  # end and kind of the open spans
+    row, covered, until = "", 0, rank.start
+    for span in rank.spans:
+        if span.row != row:
+            row, inside = span.row, []
+        while inside and inside[-1][0] <= span.start:
+            inside.pop()
+        kind = _COUNTED_AS.get(span.kind, span.kind if span.kind in KINDS else "other")
+        if kind == "wait" and inside and inside[-1][1] != _OTHER:
+            kind = inside[-1][1]
+        if inside:
+            found[inside[-1][1]] -= span.end - span.start
+        found[kind] += span.end - span.start
+        inside.append((span.end, kind))
+    for start, end in sorted((span.start, span.end) for span in rank.spans):
+        covered += max(end - max(start, until), 0)
+        until = max(until, end)
+    found[_OUTSIDE] = rank.end - rank.start - covered
+    return dict(found)
+
+
+def _time_table(ranks: Sequence[RankTimeline], waits: dict[int, list[Span]]) -> str:
+    every = {rank.number: shares(rank) for rank in ranks}
+    columns = [column for column in _COLUMNS if any(each.get(column) for each in every.values())]
+    rows = [["", "recorded", *columns, "waits for others"]]
+    for rank in ranks:
+        whole = max(rank.end - rank.start, 1)
+        waited = sum(span.end - span.start for span in waits.get(rank.number, ()))
+        parts = [*(every[rank.number].get(column, 0) for column in columns), waited]
+        rows.append([rank.name, f"{whole / 1e9:.2f} s", *(f"{100 * part / whole:.1f} %" for part in parts)])
+    return f"where the time went\n{_table(rows)}"
+
+
+def _arrival_table(names: dict[int, str], collectives: Sequence[Collective], waited: dict[int, dict[int, int]]) -> str:
+    rows = [["", "before the last one", "last", "by", "others waited for it"]]
+    for rank, name in names.items():
+        mine = [each for each in collectives if rank in each.arrivals]
+        last = [each for each in mine if each.last == rank]
+        if mine:
+            ahead = statistics.median(each.arrivals[each.last] - each.arrivals[rank] for each in mine)
+            by = _ms(statistics.median(each.lateness for each in last)) if last else "-"
+            rows.append([name, _ms(ahead), f"{len(last)} of {len(mine)}", by, _s(_waited_for(rank, waited))])
+    return f"arrival at collectives (medians)\n{_table(rows)}"
+
+
+def _wait_table(names: dict[int, str], waited: dict[int, dict[int, int]]) -> str:
+    if len(names) <= _MAX_MATRIX_RANKS:
+        involved = [rank for rank in names if rank in waited or any(rank in each for each in waited.values())]
+        rows = [["", *(names[rank] for rank in involved)]]
+        for rank in involved:
+            times = ["-" if rank == other else _s(waited.get(rank, {}).get(other, 0)) for other in involved]
+            rows.append([names[rank], *times])
+        return f"who (row) waited for whom (column)\n{_table(rows)}" if involved else ""
+    pairs = sorted(((time, rank, other) for rank, each in waited.items() for other, time in each.items()), reverse=True)
+    lines = (f"{names[rank]} waited {_s(time)} for {names[other]}" for time, rank, other in pairs[:_LONGEST_WAITS])
+    return "\n".join(lines)
+
+
+def _slowest_rank(names: dict[int, str], collectives: Sequence[Collective], waited: dict[int, dict[int, int]]) -> str:
+    rank = max(names, key=lambda rank: _waited_for(rank, waited))
+    late = [each.lateness for each in collectives if each.last == rank]
+    mine = sum(rank in each.arrivals for each in collectives)
+    if not late:
+        return ""
+    return (
+        f"{names[rank]} was waited for longest: {_s(_waited_for(rank, waited))} in all; it arrived last at {len(late)} "
+        f"of {mine} collectives, by {_ms(statistics.median(late))} (median)"
+    )
+
+
+def _by_rank(spans: Sequence[Span]) -> dict[int, int]:
+    found: dict[int, int] = defaultdict(int)
+    for span in spans:
+        found[int(span.name)] += span.end - span.start
+    return found
+
+
+def _waited_for(rank: int, waited: dict[int, dict[int, int]]) -> int:
+    return sum(each.get(rank, 0) for each in waited.values())
+
+
+def _ms(ns: float) -> str:
+    return f"{ns / 1e6:.3f} ms"
+
+
+def _s(ns: float) -> str:
+    return f"{ns / 1e9:.2f} s"
+
+
+def _table(rows: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    first, *others = widths
+    lines = ([row[0].ljust(first), *map(str.rjust, row[1:], others)] for row in rows)
+    return "\n".join("  ".join(cells).rstrip() for cells in lines)

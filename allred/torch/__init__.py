@@ -21,7 +21,6 @@ except ModuleNotFoundError as error:
 
 import _allred_torch
 from allred.torch import elastic
-from allred.torch.horovod.allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
 from allred.torch.horovod.allreduce import (
     Adasum,
     Average,
@@ -38,7 +37,6 @@ from allred.torch.horovod.allreduce import (
     grouped_allreduce_async,
     grouped_allreduce_async_,
 )
-from allred.torch.horovod.alltoall import alltoall, alltoall_async
 from allred.torch.horovod.basics import (
     ccl_built,
     cross_rank,
@@ -61,21 +59,31 @@ from allred.torch.horovod.basics import (
     shutdown,
     size,
 )
-from allred.torch.horovod.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
+from allred.torch.horovod.collectives import (
+    allgather,
+    allgather_async,
+    alltoall,
+    alltoall_async,
+    barrier,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    join,
+    reducescatter,
+    reducescatter_async,
+    sparse_allreduce_async,
+)
 from allred.torch.horovod.compression import Compression
 from allred.torch.horovod.handles import poll, synchronize
 from allred.torch.horovod.horovod_errors import HorovodInternalError
 from allred.torch.horovod.horovod_optimizer import DistributedOptimizer
-from allred.torch.horovod.join import barrier, join
 from allred.torch.horovod.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from allred.torch.horovod.rank_timeline import start_timeline, stop_timeline
-from allred.torch.horovod.reducescatter import (
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
-)
-from allred.torch.horovod.sparse_allreduce import sparse_allreduce_async
 from allred.torch.horovod.state_broadcast import (
     allgather_object,
     broadcast_object,

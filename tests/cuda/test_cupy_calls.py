@@ -18,7 +18,7 @@ from cupy.cuda import nccl
 
 import allred
 from allred.comm.backends import nccl as nccl_backend
-from allred.doctor import gpu as doctor_gpu
+from allred.doctor import host as doctor_host
 
 ROOT = pathlib.Path(allred.__file__).parent
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "parallel"))
@@ -137,7 +137,7 @@ def problems_of(tree, where):
 def test_the_calls_in_the_sources():
     found, checked = [], 0
     trees = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in ROOT.rglob("*.py")}
-    trees["doctor/gpu.py, _PROBE"] = ast.parse(doctor_gpu._PROBE)
+    trees["doctor/host.py, GPU_PROBE"] = ast.parse(doctor_host.GPU_PROBE)
     for where, tree in trees.items():
         problems, calls = problems_of(tree, where)
         found += problems

@@ -15,9 +15,8 @@ import allred
 from allred.config import Config
 from allred.errors import InputError
 from allred.testing import Result
-from allred.timeline.command import trace_events
+from allred.timeline.command import match, trace_events, waits
 from allred.timeline.rank_file import read_timeline
-from allred.timeline.tables import match, waits
 
 WATCHED = hasattr(allred, "RemoteRankError")
 TIMEOUT_S = "3"

@@ -6,21 +6,23 @@ import sys
 
 import numpy as np
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "parallel"))
+sys.path += [str(pathlib.Path(__file__).parents[1] / "parallel"), str(pathlib.Path(__file__).parents[2] / "benchmarks")]
 
+import bench  # adds the baseline nccl
+import raw_nccl
 import standin_gpu
 
 from allred import startup
-from allred.bench import command, gpu, verify
+from allred.bench import allreduce, verify
 from allred.comm.create import add_device
 
 standin_gpu.install(setattr)
-gpu.adopt = standin_gpu.adopt
-gpu.allocate = lambda shapes, dtype: [standin_gpu.on_gpu(np.zeros(shape, dtype)) for shape in shapes]
-gpu._ENQUEUE_SAMPLES = 3
+raw_nccl.adopt = standin_gpu.adopt
+allreduce.empty_on_gpu = lambda shape, dtype: standin_gpu.on_gpu(np.zeros(shape, dtype))
+raw_nccl._ENQUEUE_SAMPLES = 3
 verify.SETS["small"] = lambda: [(256,)] * 10
 startup.select_devices = lambda *_: (True, "")
 startup.add_devices = lambda communicator, *_: add_device(communicator, standin_gpu.Device(), staged=False)
 for words in json.loads(sys.argv[1]):
-    if code := command.main(words):
+    if code := bench.command.main(words):
         sys.exit(code)

@@ -1,4 +1,4 @@
-"""`python -m allred bench` under mpirun: output, restart with malloc tunables, wrong arguments and results."""
+"""`python -m allred bench` and benchmarks/bench.py under mpirun: output, restart with malloc tunables, errors."""
 
 import json
 import math
@@ -7,6 +7,7 @@ import pathlib
 import pytest
 from harness import mpirun, python
 
+BENCHMARKS = str(pathlib.Path(__file__).parents[2] / "benchmarks")
 KEYS = [
     "ranks",
     "dtype",
@@ -25,10 +26,11 @@ TINY = ("--seconds", "0", "--json")
 # `small` has 1000 tensors, and `mlp` 8 MB: on a busy machine a step takes up to a second.
 COMMANDS = """
 import json, sys
-import allred
-from allred.bench import command, measure, overlap, verify
+sys.path.insert(0, "BENCHMARKS")
+import allred, bench, overlap
+from allred.bench import command, measure, verify
 measure.TURN_S, overlap.BUSY_S, overlap.PEER_CALLS = 1e-3, 0.02, 10
-verify.SETS["small"] = verify.OVERLAP_SETS["mlp"] = lambda: [(256,)] * 10
+verify.SETS["small"] = verify.PS_SETS["small"] = overlap.SETS["mlp"] = lambda: [(256,)] * 10
 CHANGE
 for words in json.loads(sys.argv[1]):
     if code := command.main(words):
@@ -45,7 +47,9 @@ def bench(ranks, *arguments, **options):
 def bench_several(ranks, *commands, change="", **options):
     """One job that runs several commands, with sets of 10 tensors of 256 elements. change: code that comes first."""
     commands = json.dumps([command.split() for command in commands])
-    return mpirun(ranks, "-c", COMMANDS.replace("CHANGE", change), commands, **options)
+    return mpirun(
+        ranks, "-c", COMMANDS.replace("BENCHMARKS", BENCHMARKS).replace("CHANGE", change), commands, **options
+    )
 
 
 def records_of(result, *words):

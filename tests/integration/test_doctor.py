@@ -9,8 +9,8 @@ MPIS = ["mpich", "openmpi"]
 NO_MPI = {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}
 
 # In the order of the report.
-TOPICS = ["software", "C extension", "settings", "MPI library", "ABI", "launcher", "mpirun", "binding", "cores"]
-TOPICS += ["BLAS threads", "/dev/shm", "locked memory", "memory", "network", "GPU", "world", "thread level"]
+TOPICS = ["software", "C extension", "settings", "MPI library", "launcher", "mpirun", "binding", "cores"]
+TOPICS += ["BLAS threads", "/dev/shm", "memory", "GPU", "world"]
 TRIED = ["shared memory", "backend", "allreduce", "network between hosts", "MPI's sums"]
 
 # A program that changes the doctor on some ranks, then runs it. It measures for a shorter time.
@@ -70,7 +70,6 @@ def test_alone(mpi):
     library = line_about(result, "MPI library")["found"]
     assert library.startswith(name), result.text
     assert f"from {BIN[mpi].parent}/lib" in library, result.text
-    assert line_about(result, "ABI")["found"].endswith(f"built for the ABI {mpi}"), result.text
     assert line_about(result, "launcher")["found"].startswith("none"), result.text
     assert line_about(result, "backend")["found"] == "single (one rank)", result.text
     assert result.err == "", result.text
@@ -82,7 +81,6 @@ def check_report(result, mpi, ranks):
     assert topics == [*TOPICS, *TRIED], result.text
     assert line_about(result, "launcher")["found"] == {"mpich": "MPICH's mpirun", "openmpi": "Open MPI's mpirun"}[mpi]
     assert line_about(result, "world")["found"].startswith(f"{ranks} ranks: {ranks} on "), result.text
-    assert line_about(result, "thread level")["found"] == "multiple", result.text
     assert line_about(result, "shared memory")["found"] == "memfd through /proc", result.text
     assert line_about(result, "backend")["found"] == "shm (ranks share a node)", result.text
     measured = line_about(result, "allreduce")["found"]
@@ -148,7 +146,7 @@ def test_settings_that_differ_fail_with_the_error_of_init():
 def test_an_unknown_setting_and_another_mpirun_first_on_the_path_and_a_diagnosis_that_raises():
     """One process for three findings of different topics."""
     env = {"PATH": f"{BIN['openmpi']}:/usr/bin:/bin", "ALLRED_BUCKETS": "1"}
-    result = python("-c", changed("replace('network', lambda: 'no facts')"), env=env)
+    result = python("-c", changed("replace('memory', lambda: 'no facts')"), env=env)
     assert result.code == 1, result.text
     assert failing(result) == ["settings"], result.text
     assert "did you mean ALLRED_BUCKET_BYTES?" in line_about(result, "settings")["found"], result.text
@@ -156,7 +154,7 @@ def test_an_unknown_setting_and_another_mpirun_first_on_the_path_and_a_diagnosis
     assert line["verdict"] == "warn", result.text
     assert f"the first mpirun on PATH is {BIN['openmpi'] / 'mpirun'} (Open MPI)" in line["found"], result.text
     assert line["remedy"].startswith(f"export PATH={BIN['mpich']}:$PATH"), result.text
-    line = line_about(result, "network")
+    line = line_about(result, "memory")
     assert line["verdict"] == "note", result.text
     assert line["found"].startswith("could not be examined: AttributeError"), result.text
 
@@ -198,7 +196,7 @@ def test_an_mpi_that_ends_the_process_while_it_starts():
 WRONG = """
 import allred
 from allred.comm.backends import shm
-if RANK == 1: replace('network', lambda: open('/nonexistent/file'))
+if RANK == 1: replace('memory', lambda: open('/nonexistent/file'))
 trials.segment.share = shm.share = lambda *_: None
 right, mpi_sums, fill = allred.allreduce_, trials.mpi_sums, trials.verify.fill
 def wrong(array, op):
@@ -215,7 +213,7 @@ def test_one_report_of_a_probe_that_raises_and_no_shared_memory_and_wrong_sums()
     """One job for four findings of different topics."""
     result = mpirun(2, "-c", changed(WRONG))
     assert result.code == 1, result.text
-    line = line_about(result, "network", "could not be examined: FileNotFoundError")
+    line = line_about(result, "memory", "could not be examined: FileNotFoundError")
     assert line["verdict"] == "note", result.text
     assert "(rank 1 on " in line["found"], result.text
     assert line_about(result, "shared memory")["found"].startswith("ranks 0-1 on "), result.text
@@ -227,9 +225,9 @@ def test_one_report_of_a_probe_that_raises_and_no_shared_memory_and_wrong_sums()
 
 
 HANGS = [  # MPI; change on rank 1; topic; words; time that a trial has beyond --limit-s
-    ("mpich", "replace('network', lambda: time.sleep(60))", "world", "MPI did not start within 2 s", 1.0),
+    ("mpich", "replace('memory', lambda: time.sleep(60))", "world", "MPI did not start within 2 s", 1.0),
     pytest.param(
-        *("openmpi", "replace('network', lambda: time.sleep(60))", "world", "MPI did not start within 2 s", 1.0),
+        *("openmpi", "replace('memory', lambda: time.sleep(60))", "world", "MPI did not start within 2 s", 1.0),
         marks=pytest.mark.full,
     ),
     ("openmpi", "command.gather = lambda *_: time.sleep(60)", "ranks", "no answer from rank 1 of 2 within 3 s", 1.0),
@@ -264,7 +262,7 @@ def test_the_doctor_ends_if_a_rank_hangs(mpi, change, topic, found, extra_s):
 
 def test_a_rank_that_dies_while_mpi_starts():
     """MPICH's mpirun only: Open MPI's kills the other ranks within milliseconds, and may drop their output."""
-    result = mpirun(2, "-c", changed("if RANK == 1: replace('network', lambda: os._exit(3))", start_s=3))
+    result = mpirun(2, "-c", changed("if RANK == 1: replace('memory', lambda: os._exit(3))", start_s=3))
     assert result.code != 0, result.text
     assert failing(result) in (["world"], ["ranks"]), result.text  # ranks: rank 0 was still probing
 

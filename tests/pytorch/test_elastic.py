@@ -17,8 +17,8 @@ import allred.torch as hvd  # noqa: E402
 from allred import testing, world  # noqa: E402
 from allred.cluster import topology  # noqa: E402
 from allred.errors import CheckpointError, InputError  # noqa: E402
-from allred.torch.elastic import commit_file, restartable_job  # noqa: E402
-from allred.torch.elastic.commit_file import Commit  # noqa: E402
+from allred.torch.elastic import restartable_job  # noqa: E402
+from allred.torch.elastic.restartable_job import Commit  # noqa: E402
 from allred.torch.horovod.horovod_errors import HostsUpdatedInterrupt  # noqa: E402
 from allred.world import World  # noqa: E402
 
@@ -88,21 +88,23 @@ def test_the_sampler_needs_the_ranks():
 
 def test_a_commit_file_holds_the_newest_commit(tmp_path):
     file = tmp_path / "new" / "run-1.pt"
-    assert commit_file.read(file) is None
+    assert restartable_job.read_commit(file) is None
     for number in (1, 2):
-        commit_file.write(file, Commit(number, 2, {"w": torch.full((3,), number), "epoch": number, "set": {number}}))
-    found = commit_file.read(file)
+        restartable_job.write_commit(
+            file, Commit(number, 2, {"w": torch.full((3,), number), "epoch": number, "set": {number}})
+        )
+    found = restartable_job.read_commit(file)
     assert found[:2] == (2, 2)
     assert found.state["w"].tolist() == [2, 2, 2]
     assert (found.state["epoch"], found.state["set"]) == (2, {2})
     assert file.parent.stat().st_mode & 0o077 == 0
     with pytest.raises(CheckpointError, match=r"commit 3 cannot be written to .*run-1.pt: .*lambda"):
-        commit_file.write(file, Commit(3, 2, lambda: None))
+        restartable_job.write_commit(file, Commit(3, 2, lambda: None))
     (file.parent / "run-1.tmp").write_bytes(b"left by a process that was killed")
-    assert commit_file.read(file).number == 2
+    assert restartable_job.read_commit(file).number == 2
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=r"the commit in .*run-1.pt cannot be read: .*delete the file"):
-        commit_file.read(file)
+        restartable_job.read_commit(file)
 
 
 # States and errors, on one rank.
@@ -154,7 +156,7 @@ def test_a_state_returns_to_its_commit(one_rank):
 
 
 def test_handlers_can_be_registered(one_rank):
-    from allred.torch.elastic import torch_state as handlers
+    from allred.torch.elastic import elastic_states as handlers
 
     class Counter:
         count = 0
@@ -309,7 +311,7 @@ def test_a_stop_request_ends_the_program_after_a_commit(directory):
         hvd.elastic.run(stop_in_step_3)(Events())
     assert end.value.code == 0
     file = directory / "run-1.pt"
-    assert commit_file.read(file) == Commit(1, 1, {"step": 3})
+    assert restartable_job.read_commit(file) == Commit(1, 1, {"step": 3})
     file.rename(directory / "run-2.pt")
     assert hvd.elastic.run(lambda state: state.step)(Events()) == 3
     (directory / "run-2.pt").rename(directory / "run-3.pt")

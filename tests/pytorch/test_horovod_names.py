@@ -89,6 +89,15 @@ def test_docstrings(name):
     assert getattr(hvd, name).__doc__
 
 
+def test_an_argument_that_is_given_twice_or_unknown_is_an_error_before_the_ranks():
+    for arguments, options in (
+        ((1, None, "name", hvd.Compression.none), {"compression": None}),
+        ((1,), {"unknown": 1}),
+    ):
+        with pytest.raises(TypeError, match=r"allreduce\(\) got (multiple values for|an unexpected keyword) argument"):
+            hvd.allreduce(*arguments, **options)
+
+
 def test_the_page_has_all_names():
     text = PAGE.read_text()
     assert [name for name in hvd.__all__ if not re.search(rf"`hvd\.{name}\b", text)] == []

@@ -16,7 +16,7 @@ import allred
 from allred import RemoteRankError
 from allred.errors import CollectiveTimeout, InputError
 from allred.spark import AllredCluster, InputMode
-from allred.spark.spark_job import SparkJobFailed
+from allred.spark.barrier_job import SparkJobFailed
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the executors cannot import it
 

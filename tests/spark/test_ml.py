@@ -97,10 +97,10 @@ def test_saved_and_loaded_alone(estimator, tmp_path):
 
 def transformed(frame, directory, result, **mapping):
     """Transform with a predict function that returns `result`."""
-    from allred.spark import model_files
+    from allred.spark.node_context import write_model
 
     shutil.rmtree(directory, ignore_errors=True)
-    model_files.write(directory, lambda params, inputs: result(inputs), {})
+    write_model(directory, lambda params, inputs: result(inputs), {})
     return (
         AllredModel()
         .setExportDir(str(directory))

@@ -13,7 +13,7 @@ import pytest
 import allred.spark
 from allred import RemoteRankError
 from allred.errors import InputError
-from allred.spark.spark_job import reason_of
+from allred.spark.barrier_job import reason_of
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the executors cannot import it
 

@@ -16,9 +16,10 @@ import pytest
 
 import allred
 from allred import command_line
-from allred.bench import baselines, command, measure, output, verify
+from allred.bench import command, measure, output, verify
 
-REPORT = pathlib.Path(allred.__file__).parents[1] / "benchmarks/report.py"
+BENCHMARKS = pathlib.Path(allred.__file__).parents[1] / "benchmarks"
+REPORT = BENCHMARKS / "report.py"
 RESULT_KEYS = {"p50_us", "p99_us", "algbw_GBps", "busbw_GBps", "against", "against_p50_us", "speedup"}
 
 
@@ -217,13 +218,16 @@ def test_a_nan_differs_and_so_does_the_sign_of_zero():
     assert verify.first_difference(zeros, [np.array([0.0, -0.0], np.float32)])
 
 
-def test_server_baseline_is_verified():
-    baseline = baselines.server_baseline(OneRank(), [(2**19,)], np.float32, lr=0.5)
-    assert list(baseline.round_trips) == ["mpi chunks", "mpi all chunks"]
+def test_a_parameter_server_in_raw_mpi_is_verified(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from ps_raw_mpi import PING_PONG, RawMpi
+
+    baseline = RawMpi(OneRank(), [(2**19,)], np.float32, lr=0.5)
+    assert list(baseline.calls) == ["mpi chunks", "mpi all chunks"]
     assert baseline.wrong("mpi chunks").startswith("element 0 of tensor 0 is ")
     baseline.params[...] = baseline.expected - 0.5 * baseline.gradients
     assert baseline.wrong("mpi chunks") == ""
-    assert list(baselines.server_baseline(OneRank(), [(256,)], np.float32, lr=0.5).round_trips) == [baselines.PING_PONG]
+    assert list(RawMpi(OneRank(), [(256,)], np.float32, lr=0.5).calls) == [PING_PONG]
 
 
 # ---- arguments
@@ -251,10 +255,9 @@ def test_defaults():
         ("allreduce --dtype bfloat16 --against mpi", "MPI has no dtype bfloat16"),
         ("allreduce --seconds -1", "--seconds must be a finite number of at least 0, got -1"),
         ("allreduce --seconds nan", "--seconds must be a finite number of at least 0, got nan"),
-        ("allreduce --against nccl", "--against nccl needs arrays on GPUs: --device cuda"),
-        ("fused --device cuda --against mpi", "--device is cuda; compare with --against nccl"),
+        ("allreduce --against nccl", "--against: invalid choice: 'nccl' (choose from"),
+        ("fused --device cuda --against mpi", "--against mpi needs host arrays, and --device is cuda"),
         ("fused --device cuda --backend shm", "--device cuda needs backend nccl, got --backend shm"),
-        ("fused --device cuda --against nccl --dtype int16", "NCCL in cupy has no dtype int16"),
         ("fused --set resnet", "unknown set 'resnet'; choose from resnet50, transformer, small"),
         ("allreduce --arena yes", "--arena: expected on, off, or on,off; got 'yes'"),
         ("fused --arena on,on", "--arena: expected on, off, or on,off; got 'on,on'"),
@@ -270,7 +273,7 @@ def test_defaults():
         ("torch --batches 4,x", "--batches: expected numbers of at least 1, such as 4,32, got '4,x'"),
         ("torch --tensors resnet", "unknown set 'resnet'; choose from resnet50, transformer, small, tiny"),
         ("torch", "bench torch needs PyTorch: pip install 'allred[torch]'"),
-        ("", "the following arguments are required: allreduce|fused|overlap|ps"),
+        ("", "the following arguments are required: allreduce|fused|ps|torch|data|step|start"),
     ],
 )
 def test_argument_errors_are_one_line_and_exit_code_2(words, message, capsys, monkeypatch):
@@ -285,7 +288,6 @@ def test_argument_errors_are_one_line_and_exit_code_2(words, message, capsys, mo
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("ps --servers 2 --against mpi", "--against mpi compares one server and one worker"),
         ("allreduce --device cuda", "backend 'nccl': cupy is not installed on rank 0"),
         ("allreduce --arena on,off", "--arena: this job has no arenas: one rank has no other to share memory with"),
         ("allreduce --backend magic", "init(backend='magic') is not available"),
@@ -298,6 +300,27 @@ def test_errors_of_init_are_one_line_and_exit_code_2(words, message):
     assert (result.returncode, result.stdout) == (2, "")
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("fused --against nccl", "--against nccl needs arrays on GPUs: --device cuda"),
+        ("fused --device cuda --against nccl --dtype int16", "NCCL in cupy has no dtype int16"),
+        ("ps --servers 2 --against mpi --set tiny", "--against mpi compares one server and one worker"),
+        ("overlap --set tiny", "unknown set 'tiny'; choose from resnet50, transformer, small, mlp"),
+        ("checkpoint --tensors 0", "--tensors must be at least 1, got 0"),
+        ("checkpoint --directory /none", "--directory /none is not a directory"),
+    ],
+)
+def test_argument_errors_of_the_benchmarks_of_developers(words, message):
+    """Costs 2 s: a process for each."""
+    command = [sys.executable, BENCHMARKS / "bench.py", *words.split()]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert result.stderr.startswith("python benchmarks/bench.py")
+    assert result.stderr.count("\n") == 1
 
 
 def test_other_ranks_are_silent(monkeypatch, capfd):

@@ -10,7 +10,7 @@ import pytest
 from doctor_facts import MiB, finding_about, rank_facts, verdicts, write_files
 
 from allred import config
-from allred.doctor import command, findings, gpu, host_pairs, info, trials
+from allred.doctor import command, findings, host, info, trials
 from allred.doctor.findings import FAIL, NOTE, OK, WARN, Finding, ProbeFailure, RankReport, Topic, compare, rank_names
 from allred.errors import CollectiveTimeout
 
@@ -66,7 +66,7 @@ def test_a_disabled_printer_prints_nothing(capsys):
 
 # ---- GPUs
 
-GPU = gpu.GpuFacts("570.86", 2, "13.6.0", "", 12080, 12090, ("H100", "H100"), 22707)
+GPU = host.GpuFacts("570.86", 2, "13.6.0", "", 12080, 12090, ("H100", "H100"), 22707)
 
 
 @pytest.mark.parametrize(
@@ -81,14 +81,14 @@ GPU = gpu.GpuFacts("570.86", 2, "13.6.0", "", 12080, 12090, ("H100", "H100"), 22
     ],
 )
 def test_gpus(change, verdict, text):
-    lines = gpu.diagnose(rank_facts(dataclasses.replace(GPU, **change)))
+    lines = host.diagnose_gpus(rank_facts(dataclasses.replace(GPU, **change)))
     assert (lines[0].topic, lines[0].verdict) == ("GPU", verdict)
     assert lines[0].found.startswith(text)
     assert len(lines) == (2 if verdict == OK else 1)
 
 
 def test_nccl_and_more_ranks_than_devices():
-    lines = gpu.diagnose(rank_facts(GPU, GPU, GPU))
+    lines = host.diagnose_gpus(rank_facts(GPU, GPU, GPU))
     assert finding_about(lines, "NCCL").found.startswith("2.27.7")
     assert [one.found for one in lines if one.topic == "GPU"][1] == "3 ranks for 2 devices on nodeA"
 
@@ -107,14 +107,14 @@ def test_cupy_is_probed_in_a_new_process(tmp_path, monkeypatch):
     write_files(tmp_path, {"cupy/__init__.py": "__version__, arange = '13.0', range", "cupy/cuda.py": FAKE_CUPY})
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    facts = gpu.probe()
+    facts = host.probe_gpus()
     assert (facts.cupy, facts.devices, facts.nccl, facts.error) == ("13.0", ("Fake GPU",), 22805, "")
     write_files(tmp_path, {"cupy/__init__.py": "__version__ = '14'; arange = lambda _: open('cuda_fp16.h')"})
-    assert gpu.probe().error == "FileNotFoundError: [Errno 2] No such file or directory: 'cuda_fp16.h'"
+    assert host.probe_gpus().error == "FileNotFoundError: [Errno 2] No such file or directory: 'cuda_fp16.h'"
     write_files(tmp_path, {"cupy/__init__.py": "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"})
-    assert gpu.probe().error == "the process that loaded it was killed by signal 11"
+    assert host.probe_gpus().error == "the process that loaded it was killed by signal 11"
     write_files(tmp_path, {"cupy/__init__.py": "raise ImportError('libcuda.so.1: not found')"})
-    assert gpu.probe().error == "ImportError: libcuda.so.1: not found"
+    assert host.probe_gpus().error == "ImportError: libcuda.so.1: not found"
     assert "cupy" not in sys.modules
 
 
@@ -170,7 +170,7 @@ def test_shared_memory(way, ranks, hosts, verdict):
 
 @pytest.mark.parametrize("count", range(2, 8))
 def test_rounds_have_each_pair_of_hosts_once_and_each_host_at_most_once_a_round(count):
-    rounds = host_pairs.rounds(count)
+    rounds = trials.rounds(count)
     assert sorted(pair for pairs in rounds for pair in pairs) == list(itertools.combinations(range(count), 2))
     for pairs in rounds:
         hosts = [host for pair in pairs for host in pair]
@@ -178,14 +178,14 @@ def test_rounds_have_each_pair_of_hosts_once_and_each_host_at_most_once_a_round(
 
 
 def test_slow_pairs_of_hosts_are_named():
-    good, slow = host_pairs.Pair(("a", "b"), 40.0, 1.0), host_pairs.Pair(("a", "c"), 45.0, 0.4)
-    late = host_pairs.Pair(("b", "c"), 700.0, 0.9)
-    assert host_pairs.diagnose(rank_facts([], []))[0].verdict == NOTE
-    assert host_pairs.diagnose(rank_facts([slow], []))[0].verdict == OK  # nothing to compare it with
-    (found,) = host_pairs.diagnose(rank_facts([good, slow], [late]))
+    good, slow = trials.Pair(("a", "b"), 40.0, 1.0), trials.Pair(("a", "c"), 45.0, 0.4)
+    late = trials.Pair(("b", "c"), 700.0, 0.9)
+    assert trials.diagnose_pairs(rank_facts([], []))[0].verdict == NOTE
+    assert trials.diagnose_pairs(rank_facts([slow], []))[0].verdict == OK  # nothing to compare it with
+    (found,) = trials.diagnose_pairs(rank_facts([good, slow], [late]))
     assert found.verdict == WARN
     assert found.found.startswith("slow: a - c 45 us, 0.4 GB/s; b - c 700 us, 0.9 GB/s; the best of 3 pairs: 40 us")
-    (found,) = host_pairs.diagnose(rank_facts([good], [good]))
+    (found,) = trials.diagnose_pairs(rank_facts([good], [good]))
     assert (found.verdict, "; the slowest: a - b 40 us" in found.found) == (OK, True)
 
 

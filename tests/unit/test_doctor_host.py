@@ -1,10 +1,10 @@
-"""The doctor's findings about cores, memory and the network, from given facts."""
+"""The doctor's findings about cores and memory, from given facts."""
 
 import dataclasses
 import sys
 
 import pytest
-from doctor_facts import GiB, MiB, finding_about, rank_facts, verdicts, write_files
+from doctor_facts import GiB, MiB, finding_about, rank_facts, verdicts
 
 from allred.cluster import processors
 from allred.cluster.processors import Cores
@@ -76,7 +76,7 @@ def test_a_note_says_that_threadpoolctl_is_missing(monkeypatch):
 
 # ---- memory
 
-MEMORY = host.MemoryFacts(GiB, GiB, None, False, 64 * GiB, None)
+MEMORY = host.MemoryFacts(GiB, GiB, 64 * GiB, None)
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,6 @@ MEMORY = host.MemoryFacts(GiB, GiB, None, False, 64 * GiB, None)
         ({"shm_free": 32 * MiB - 1}, "/dev/shm", WARN),
         ({"shm_bytes": None}, "/dev/shm", FAIL),
         ({"unused_files": 1, "unused_bytes": 4096}, "/dev/shm", NOTE),
-        ({"locked_bytes": 8 * MiB}, "locked memory", OK),
-        ({"locked_bytes": 8 * MiB, "rdma": True}, "locked memory", WARN),
-        ({"rdma": True}, "locked memory", OK),
         ({"cgroup_bytes": 4 * GiB}, "memory", NOTE),
         ({"cgroup_bytes": 65 * GiB}, "memory", OK),
     ],
@@ -97,7 +94,7 @@ MEMORY = host.MemoryFacts(GiB, GiB, None, False, 64 * GiB, None)
 def test_memory(change, topic, verdict):
     lines = host.diagnose_memory(rank_facts(*[dataclasses.replace(MEMORY, **change)] * 2))
     assert finding_about(lines, topic).verdict == verdict
-    assert [one.topic for one in lines] == ["/dev/shm", "locked memory", "memory"]
+    assert [one.topic for one in lines] == ["/dev/shm", "memory"]
 
 
 def test_files_of_killed_jobs():
@@ -108,47 +105,3 @@ def test_files_of_killed_jobs():
     line = finding_about(host.diagnose_memory(rank_facts(dataclasses.replace(some, shm_free=0))), "/dev/shm")
     assert line.verdict == WARN
     assert line.remedy.startswith("python -m allred.watch.shm_files; or docker run --shm-size=1g")
-
-
-# ---- network
-
-ETHERNET = host.Interface("eth0", "10.0.0.1", 1000)
-DOCKER = host.Interface("docker0", "172.17.0.1", 0)
-
-
-def facts_of_network(*interfaces, infiniband=(), choices=()):
-    return host.NetworkFacts(interfaces, tuple(infiniband), dict(choices))
-
-
-def test_one_host_needs_no_network():
-    assert verdicts(host.diagnose_network(rank_facts(facts_of_network(), facts_of_network()))) == {"network": OK}
-
-
-def test_between_hosts():
-    def lines(*facts):
-        return host.diagnose_network(rank_facts(*facts, hosts="ab"))
-
-    tcp = facts_of_network(ETHERNET, DOCKER)
-    texts = [one.found for one in lines(tcp, tcp) if one.topic == "between hosts"]
-    assert texts[0] == "MPI probably uses TCP; variables that select it: none"
-    assert texts[1] == "docker0 on a cannot reach other hosts"
-    assert texts[2].startswith("1 Gbit/s is 0.125 GB/s")
-    assert finding_about(lines(tcp, facts_of_network()), "network").verdict == WARN
-    up, down = "mlx5_0 port 1: ACTIVE, 200 Gb/sec", "mlx5_0 port 1: DOWN, 10 Gb/sec"
-    fast = facts_of_network(ETHERNET, infiniband=[up])
-    assert verdicts(lines(fast, fast)) == {"network": OK, "InfiniBand": OK, "between hosts": OK}
-    broken = finding_about(lines(fast, facts_of_network(ETHERNET, infiniband=[down])), "InfiniBand")
-    assert broken.verdict == WARN
-    assert broken.found.startswith("no active port for rank 1 on b")
-
-
-def test_interfaces_and_infiniband_are_read_from_sysfs(tmp_path):
-    write_files(tmp_path, {"net/lo/operstate": "unknown", "net/x1/operstate": "up\n", "net/x1/speed": "25000\n"})
-    write_files(tmp_path, {"net/x2/operstate": "down", "net/x2/speed": "-1"})
-    write_files(
-        tmp_path, {"infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n", "infiniband/mlx5_0/ports/1/rate": "200 Gb/sec\n"}
-    )
-    facts = host.probe_network(tmp_path)
-    assert [str(one) for one in facts.interfaces] == ["x1 no IPv4 address 25 Gbit/s"]
-    assert facts.infiniband == ("mlx5_0 port 1: ACTIVE, 200 Gb/sec",)
-    assert host.probe_network(tmp_path / "nothing").interfaces == ()

@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from allred.client.call import pack
-from allred.compat.horovodrun import function_rank, rank_outcomes
+from allred.compat.horovodrun import function, function_rank
 from allred.compat.horovodrun.function import JobError, _shared_directory, results, run
 from allred.errors import InputError, RemoteRankError
 
@@ -31,27 +31,27 @@ def raised(error):
 
 def written(directory, *found):
     for outcome in found:
-        rank_outcomes.write(str(directory), outcome)
-    return rank_outcomes.read(str(directory))
+        function.write_outcome(str(directory), outcome)
+    return function.read_outcomes(str(directory))
 
 
 def test_results_are_in_rank_order(tmp_path):
-    found = written(tmp_path, *(rank_outcomes.of_result(rank, {"rank": rank}) for rank in (10, 2, 0)))
+    found = written(tmp_path, *(function.outcome_of_result(rank, {"rank": rank}) for rank in (10, 2, 0)))
     assert results(found, 0) == [{"rank": 0}, {"rank": 2}, {"rank": 10}]
 
 
 def test_outcomes_are_those_of_the_last_start(tmp_path, monkeypatch):
     for start, size in ((9, 3), (10, 2)):
         monkeypatch.setenv("ALLRED_STARTS", str(start))
-        found = written(tmp_path, *(rank_outcomes.of_result(rank, start) for rank in range(size)))
+        found = written(tmp_path, *(function.outcome_of_result(rank, start) for rank in range(size)))
     assert results(found, 0) == [10, 10]
 
 
 def test_the_first_error_that_is_not_that_of_another_rank_is_raised(tmp_path):
-    reported = rank_outcomes.of_error(0, raised(RemoteRankError("rank 1 on n1 failed", 1, "n1", 1)))
+    reported = function.outcome_of_error(0, raised(RemoteRankError("rank 1 on n1 failed", 1, "n1", 1)))
     found = written(
-        tmp_path, reported, rank_outcomes.of_error(1, raised(KeyError("first"))),
-        rank_outcomes.of_error(2, raised(ValueError("second"))), rank_outcomes.of_result(3, 0),
+        tmp_path, reported, function.outcome_of_error(1, raised(KeyError("first"))),
+        function.outcome_of_error(2, raised(ValueError("second"))), function.outcome_of_result(3, 0),
     )  # fmt: skip
     with pytest.raises(KeyError, match="first") as caught:
         results(found, 1)
@@ -66,7 +66,7 @@ def test_the_first_error_that_is_not_that_of_another_rank_is_raised(tmp_path):
     (KeyboardInterrupt(), "KeyboardInterrupt"),
 ])  # fmt: skip
 def test_an_error_that_cannot_be_raised_here_is_described(error, text, tmp_path):
-    found = written(tmp_path, rank_outcomes.of_error(0, raised(error)))
+    found = written(tmp_path, function.outcome_of_error(0, raised(error)))
     with pytest.raises(RemoteRankError, match=rf"(?s)rank 0 on .* raised .*{text}\nTraceback .*in throw"):
         results(found, 3)
 
@@ -96,7 +96,7 @@ def write_call(directory, parts):
 def test_a_rank_writes_what_the_function_returns(tmp_path):
     write_call(tmp_path, [bytes(part) for part in pack((divmod, (7, 2), {}), "a call")])
     function_rank.main(str(tmp_path))
-    assert results(rank_outcomes.read(str(tmp_path)), 0) == [(3, 1)]
+    assert results(function.read_outcomes(str(tmp_path)), 0) == [(3, 1)]
 
 
 def test_a_function_that_a_rank_cannot_import_is_an_error_that_names_cloudpickle(tmp_path):
@@ -104,7 +104,7 @@ def test_a_function_that_a_rank_cannot_import_is_an_error_that_names_cloudpickle
     with pytest.raises(InputError, match=r"cannot be loaded on a rank .*no_such_function.* install cloudpickle"):
         function_rank.main(str(tmp_path))
     with pytest.raises(InputError, match="install cloudpickle"):
-        results(rank_outcomes.read(str(tmp_path)), 1)
+        results(function.read_outcomes(str(tmp_path)), 1)
 
 
 def test_a_directory_that_is_not_shared_is_an_error(tmp_path):

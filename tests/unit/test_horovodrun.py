@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from allred.compat import horovod_path
-from allred.compat.horovodrun import translation
+from allred.compat import horovod_import
+from allred.compat.horovodrun import command
 from allred.errors import ConfigError
 
 FAKE = """\
@@ -26,7 +26,7 @@ def run_commandline():
 
 def python(*words, cwd, first=()):
     """Run Python. first: directories before those of this process. Return exit code, stdout, and stderr's last line."""
-    paths = [path for path in sys.path if path not in ("", horovod_path.DIRECTORY)]  # other tests import all packages
+    paths = [path for path in sys.path if path not in ("", horovod_import.DIRECTORY)]  # other tests import all packages
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*first, *paths])}
     done = subprocess.run(
         [sys.executable, *words], cwd=cwd, env=environ, capture_output=True, text=True, timeout=60, check=False
@@ -64,7 +64,7 @@ def test_horovodrun_is_that_of_an_installed_horovod(installed):
 
 def test_an_installed_horovod_that_is_found_later_is_an_error(installed):
     """As in a process whose PYTHONPATH has the packages of allred, and whose Python has Horovod in site-packages."""
-    code, _, error = python("-c", "import horovod", cwd=installed, first=[horovod_path.DIRECTORY])
+    code, _, error = python("-c", "import horovod", cwd=installed, first=[horovod_import.DIRECTORY])
     assert code == 1
     assert "ImportError: Horovod 0.27.0" in error
 
@@ -72,7 +72,7 @@ def test_an_installed_horovod_that_is_found_later_is_an_error(installed):
 def test_the_packages_of_another_allred_are_no_installed_horovod(tmp_path):
     """horovodrun of one environment starts a Python of another one."""
     other = tmp_path / "other/allred/compat/horovod/packages"
-    shutil.copytree(horovod_path.DIRECTORY, other)
+    shutil.copytree(horovod_import.DIRECTORY, other)
     code, output, _ = python("-c", "import horovod; print(horovod.__file__)", cwd=tmp_path, first=[str(other)])
     assert (code, output) == (0, f"{other}/horovod/__init__.py")
 
@@ -81,7 +81,7 @@ def test_a_directory_with_this_name_is_no_horovod(tmp_path, monkeypatch):
     (tmp_path / "horovod").mkdir()
     (tmp_path / "horovod/train.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    assert horovod_path.find_installed() == ""
+    assert horovod_import.find_installed() == ""
 
 
 def test_without_being_asked_for_there_is_no_horovod(tmp_path):
@@ -143,7 +143,31 @@ for name in {names}:
 
 
 def make(*words, environ=None):
-    return translation.make_job(translation.parse(words), environ or {})
+    return command.make_job(command.parse_options(words), environ or {})
+
+
+def test_all_modules_of_the_import_hook(tmp_path):
+    """Costs 3 s: a process that imports torch."""
+    pytest.importorskip("torch")
+    code = """
+import allred.compat.horovod, importlib, inspect, horovod.torch
+from allred.compat.horovod_import import _MODULES
+for name in _MODULES:
+    module = importlib.import_module(name)
+    names = [word for word in vars(module) if word[0] != "_"]
+    print(name, module.__doc__ == f"The names of {name}, from allred.", len(names) > 0 or name == "horovod.common")
+print(horovod.torch.mpi_ops.allreduce is horovod.torch.allreduce, horovod.torch.compression.Compression.fp16.__name__)
+try:
+    import horovod.torch.other
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    code, output, error = python("-c", code, cwd=tmp_path)
+    *modules, torch, missing = output.splitlines()
+    assert code == 0, error
+    assert len(modules) == 16
+    assert all(line.endswith(" True True") for line in modules), output
+    assert (torch, missing) == ("True FP16Compressor", "No module named 'horovod.torch.other'")
 
 
 def test_options_of_hosts_and_sizes(tmp_path):
@@ -158,9 +182,9 @@ def test_options_of_hosts_and_sizes(tmp_path):
     job = make("-np", "3", "-hostfile", str(tmp_path / "hosts"), "--output-filename", "logs", "train.py")
     assert job.find_hosts().slots == {"a": 2, "b": 2}
     assert job.program[-3:] == [os.path.abspath("logs"), sys.executable, "train.py"]
-    assert job.settings["PYTHONPATH"] == horovod_path.DIRECTORY
+    assert job.settings["PYTHONPATH"] == horovod_import.DIRECTORY
     assert make("-np", "1", "x", environ={"PYTHONPATH": "/a::/b"}).settings["PYTHONPATH"] == ":".join(
-        ["/a", "/b", horovod_path.DIRECTORY]
+        ["/a", "/b", horovod_import.DIRECTORY]
     )
 
 
@@ -199,8 +223,8 @@ def test_options_become_variables():
 
 def test_options_without_effect_are_named():
     words = ["-np", "1", "--gloo", "--verbose", "--start-timeout", "9", "-prefix-timestamp", "--disable-cache", "--mpi"]
-    options = translation.parse([*words, "--blacklist-cooldown-range", "1", "2", "--", "train.py", "--gloo"])
-    assert translation.ignored(options) == [
+    options = command.parse_options([*words, "--blacklist-cooldown-range", "1", "2", "--", "train.py", "--gloo"])
+    assert command.ignored_options(options) == [
         "--gloo", "--start-timeout", "-prefix-timestamp", "--blacklist-cooldown-range"
     ]  # fmt: skip
     assert options.command == ["train.py", "--gloo"]
@@ -223,7 +247,7 @@ def test_options_that_do_not_fit_together_are_an_error(words, text):
 @pytest.mark.parametrize("option", ["--mpi-args=-x", "--binding-args=a", "--config-file=f"])
 def test_options_that_are_not_supported_are_an_error(option, capsys):
     with pytest.raises(SystemExit, match="2"):
-        translation.parse(["-np", "2", option, "python", "train.py"])
+        command.parse_options(["-np", "2", option, "python", "train.py"])
     assert f"horovodrun: {option.partition('=')[0]} is not supported; " in capsys.readouterr().err
 
 

@@ -23,7 +23,7 @@ CONVENTIONAL_MODULES = {
     "mpi": "the part of a package about MPI: it starts MPI, moves arrays by MPI, examines MPI",
     "gpu": "the part of a package about GPUs: it measures, examines or uses GPUs",
     "data": "bench/data.py measures the package data",
-    "overlap": "bench/overlap.py measures modes/overlap.py",
+    "allreduce": "allreduce of Horovod, and the benchmark of an allreduce",
     "ps": "parameter servers: the package, their mode, their benchmark",
     "torch": "bench/torch.py measures the package torch",
     "horovod": "torch/horovod has the functions of horovod.torch, compat/horovod the packages for `import horovod`",

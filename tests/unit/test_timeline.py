@@ -1,4 +1,4 @@
-"""Recording, reading with different clocks and damaged files, matching, trace and tables."""
+"""Recording, reading with different clocks and damaged files, matching, trace and command."""
 
 import json
 import marshal
@@ -19,7 +19,7 @@ from allred.comm.communicator import Communicator
 from allred.comm.ops import ReduceOp
 from allred.errors import InputError
 from allred.native._kernels import segment_bytes
-from allred.timeline import rank_file, recorder, tables
+from allred.timeline import command, rank_file, recorder
 from allred.timeline.rank_file import ClockAlignment, read_timeline
 from allred.timeline.recorder import Operation, Recorder, Track
 
@@ -244,10 +244,10 @@ def test_ranks_with_other_clocks_are_compared_by_the_chiefs(tmp_path):
     one = [("clock", 0, 0, 0), call(1 * MS, 9 * MS)]
     other = [("clock", ahead, -ahead, 1000), call(ahead + 8 * MS, ahead + 9 * MS)]
     ranks = [read_timeline(written(tmp_path, 0, *one)), read_timeline(written(tmp_path, 1, *other, start=ahead))]
-    (found,) = tables.match(ranks)
+    (found,) = command.match(ranks)
     assert found.arrivals == {0: 1 * MS, 1: 8 * MS}
     assert (found.last, found.lateness) == (1, 7 * MS)
-    waits = tables.waits([found], ranks)
+    waits = command.waits([found], ranks)
     assert [(each.start, each.end, each.name) for each in waits[0]] == [(1 * MS, 8 * MS, "1")]
     assert 1 not in waits
 
@@ -256,13 +256,13 @@ def test_operations_of_the_same_number_and_kind_belong_together(tmp_path):
     one = [call(0, 1), call(2, 3), started("broadcast", 4, 5), call(6, 7), call(1, 2, members="[0]")]
     other = [call(1, 3), call(4, 5), call(6, 7), call(8, 9)]
     ranks = [read_timeline(written(tmp_path, 0, *one)), read_timeline(written(tmp_path, 1, *other))]
-    assert [each.arrivals for each in tables.match(ranks)] == [{0: 0, 1: 1}, {0: 2, 1: 4}]
+    assert [each.arrivals for each in command.match(ranks)] == [{0: 0, 1: 1}, {0: 2, 1: 4}]
 
 
 def test_a_rank_that_has_joined_is_not_waited_for(tmp_path):
     files = [call(0, 1), call(2, 9)], [call(1, 2), call(3, 9)], [call(0, 1), started("join", 8, 9)]
     ranks = [read_timeline(written(tmp_path, rank, *records)) for rank, records in enumerate(files)]
-    assert [each.arrivals for each in tables.match(ranks)] == [{0: 0, 1: 1, 2: 0}, {0: 2, 1: 3}]
+    assert [each.arrivals for each in command.match(ranks)] == [{0: 0, 1: 1, 2: 0}, {0: 2, 1: 3}]
 
 
 def test_only_blocked_ranks_wait_and_for_one_rank_at_a_time(tmp_path):
@@ -272,7 +272,7 @@ def test_only_blocked_ranks_wait_and_for_one_rank_at_a_time(tmp_path):
     late = [call(50, 60), call(70, 80, members="[0, 1]")]
     files = [*both, *waits], late, [call(10, 60)]
     ranks = [read_timeline(written(tmp_path, rank, *records)) for rank, records in enumerate(files)]
-    found = tables.waits(tables.match(ranks), ranks)
+    found = command.waits(command.match(ranks), ranks)
     assert [(each.start, each.end) for each in found[0]] == [(40, 45), (47, 50), (50, 70)]
 
 
@@ -428,6 +428,6 @@ def test_a_directory_without_a_timeline(there, tmp_path, capsys):
 
 def test_many_ranks_get_no_matrix_but_the_longest_waits(tmp_path):
     found = {rank: {0: rank * 10**9} for rank in range(1, 20)}
-    text = tables._wait_table({rank: f"rank {rank}" for rank in range(20)}, found)
+    text = command._wait_table({rank: f"rank {rank}" for rank in range(20)}, found)
     assert text.splitlines()[0] == "rank 19 waited 19.00 s for rank 0"
     assert len(text.splitlines()) == 10

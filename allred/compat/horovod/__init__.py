@@ -8,6 +8,6 @@ It is active only if one of these asks for it. If Horovod itself is installed, t
 ImportError, and horovodrun is Horovod's own. docs/from-horovod.md has the differences.
 """
 
-from allred.compat import horovod_path
+from allred.compat import horovod_import
 
-horovod_path.activate()
+horovod_import.activate()

@@ -7,7 +7,7 @@ import os
 import sys
 
 from allred.command_line import fail
-from allred.compat.horovod_path import python_path
+from allred.compat.horovod_import import python_path
 from allred.watch.exit import before_exec
 
 MODULE = "allred.compat.horovod"

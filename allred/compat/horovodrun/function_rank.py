@@ -8,7 +8,7 @@ from typing import Any
 
 from allred import launcher_variables
 from allred.client.call import REMEDY, unpack
-from allred.compat.horovodrun import rank_outcomes
+from allred.compat.horovodrun.function import outcome_of_error, outcome_of_result, write_outcome
 from allred.errors import InputError
 
 
@@ -17,11 +17,11 @@ def main(directory: str) -> None:
     rank = launcher_variables.rank(os.environ) or 0
     try:
         function, args, kwargs = _load(directory)
-        outcome = rank_outcomes.of_result(rank, function(*args, **kwargs))
+        outcome = outcome_of_result(rank, function(*args, **kwargs))
     except BaseException as error:
-        rank_outcomes.write(directory, rank_outcomes.of_error(rank, error))
+        write_outcome(directory, outcome_of_error(rank, error))
         raise
-    rank_outcomes.write(directory, outcome)
+    write_outcome(directory, outcome)
 
 
 def _load(directory: str) -> Any:

@@ -6,23 +6,75 @@
 3  commits are written on rank 0
 4  signals and stop requests are noted, and all ranks agree on them at a commit
 
+The newest commit is in a file. Rank 0 writes it; a process that is killed leaves the commit before intact. It is a
+pickle: reading it can run any code, so the directory is created for its owner only.
+
 Without a directory (ALLRED_ELASTIC_DIR, which `allred run` sets) commits are counted, and nothing else is done.
 """
 
 import itertools
+import os
 import pathlib
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
+
+import torch
 
 from allred import log, world
 from allred.cluster import topology
 from allred.comm import functions
 from allred.errors import CheckpointError
 from allred.session.coordination import StopSignals
-from allred.torch.elastic import commit_file
-from allred.torch.elastic.commit_file import Commit
 from allred.watch import wait
+
+
+class Commit(NamedTuple):
+    """number: how many commits the training has made. ranks: the number of ranks that made it. state: any objects."""
+
+    number: int
+    ranks: int
+    state: Any
+
+
+def write_commit(path: pathlib.Path, commit: Commit) -> None:
+    """Replace the file. Raises CheckpointError."""
+    unfinished = path.with_suffix(".tmp")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(unfinished, "wb") as file:
+            torch.save(tuple(commit), file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+        _sync_directory(path.parent)
+    except Exception as error:  # an object that cannot be pickled raises anything
+        raise CheckpointError(
+            f"commit {commit.number} cannot be written to {path}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _sync_directory(directory: pathlib.Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_commit(path: pathlib.Path) -> Commit | None:
+    """Return the commit, with its tensors on the host; None without a file. Raises CheckpointError."""
+    try:
+        with open(path, "rb") as file:
+            return Commit(*torch.load(file, map_location="cpu", weights_only=False))
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # unpickling runs code of the user
+        raise CheckpointError(
+            f"the commit in {path} cannot be read: {type(error).__name__}: {error}; delete the file to train from the "
+            "beginning"
+        ) from error
+
 
 _calls = itertools.count(1)  # of `elastic.run` in this program: each has a file of its own
 
@@ -55,7 +107,7 @@ class RestartableJob:
     def _load(self, load_state: Callable[[Any], None], file: pathlib.Path) -> tuple[int, int] | str:
         """Return the number of commits and of ranks, or a problem."""
         try:
-            commit = commit_file.read(file)
+            commit = read_commit(file)
             if commit is None:
                 return 0, 0
             load_state(commit.state)
@@ -94,7 +146,7 @@ class RestartableJob:
         self.write_error = None
         try:
             with wait.busy():
-                commit_file.write(self.file, commit)
+                write_commit(self.file, commit)
         except CheckpointError as error:
             self.write_error = error
             log.rank_warning(f"elastic: {error}; the commit is in memory only, training continues")

@@ -15,7 +15,7 @@ from allred import log, world
 from allred.cluster import topology
 from allred.comm import functions
 from allred.errors import MismatchError
-from allred.torch.elastic.object_state import State
+from allred.torch.elastic.elastic_states import State
 from allred.torch.elastic.restartable_job import RestartableJob
 from allred.torch.horovod import handles
 from allred.torch.horovod.horovod_errors import HorovodInternalError, HostsUpdatedInterrupt

@@ -18,13 +18,13 @@ from allred.comm.communicator import Communicator
 from allred.comm.ops import ReduceOp
 from allred.errors import InputError
 from allred.torch.horovod import handles
-from allred.torch.horovod.compression import Compression
 from allred.torch.horovod.operations import (
     CollectiveCall,
     Tensors,
     apply_compressed,
     copies,
     detached,
+    public_functions,
     view,
 )
 from allred.torch.horovod.process_sets import ProcessSet, global_process_set
@@ -81,6 +81,9 @@ class ScaledReduction(NamedTuple):
         return self.op is Average and not tensor.is_floating_point()
 
 
+MEAN = ScaledReduction(Average)
+
+
 def _scale_(tensor: Tensor, factor: float) -> None:
     """Multiply a tensor by a factor, in place. Integers are multiplied in float64 and truncated; float16 and bfloat16
     in float32."""
@@ -108,99 +111,78 @@ def operator(op: Any, average: bool | None = None) -> ReduceOp:
     return op
 
 
-def _reduction(op: Any, average: bool | None, prescale: float, postscale: float) -> ScaledReduction:
-    return ScaledReduction(operator(op, average), prescale, postscale).check()
+@dataclasses.dataclass
+class _Allreduce(CollectiveCall):
+    reduction: ScaledReduction = MEAN
 
+    def begin_tensors(self, tensors: Tensors, in_place: bool) -> int:
+        reduction = self.reduction
 
-def _start(call: CollectiveCall, tensors: Tensors, outputs: Tensors | None, reduction: ScaledReduction) -> int:
-    """Start a reduction. outputs: the tensors to overwrite, or None for new ones."""
+        def begin(communicator: Communicator) -> Any:
+            direct = in_place and reduction.prescale == 1.0  # otherwise an error leaves the tensors as they are
+            results = list(tensors) if direct else copies(tensors)
+            memory = detached(results)
+            label = reduction.label(self.label, memory)
+            op = reduction.op_of(memory)
+            # Sums of 16-bit floats are rounded after the division only.
+            sums = [tensor.float() if op is not reduction.op and _is_half(tensor) else tensor for tensor in memory]
+            arrays = [view(tensor) for tensor in sums]
+            for tensor in sums:
+                reduction.begin(tensor)
 
-    def begin(communicator: Communicator) -> Any:
-        in_place = outputs is not None and reduction.prescale == 1.0  # an error leaves the tensors as they are
-        results = list(tensors) if in_place else copies(tensors)
-        memory = detached(results)
-        label = reduction.label(call.label, memory)
-        op = reduction.op_of(memory)
-        # Sums of 16-bit floats are rounded after the division only.
-        sums = [tensor.float() if op is not reduction.op and _is_half(tensor) else tensor for tensor in memory]
-        arrays = [view(tensor) for tensor in sums]
-        for tensor in sums:
-            reduction.begin(tensor)
+            def finish(_: Any, active: int) -> Any:
+                for tensor, total in zip(memory, sums, strict=True):
+                    reduction.end(total, op, communicator.size, active)
+                    if total is not tensor:
+                        tensor.copy_(total)
+                if in_place and not direct:
+                    for output, result in zip(detached(tensors), results, strict=True):
+                        output.copy_(result)
+                    return list(tensors) if self.is_list else tensors[0]
+                return results if self.is_list else results[0]
 
-        def finish(_: Any, active: int) -> Any:
-            for tensor, total in zip(memory, sums, strict=True):
-                reduction.end(total, op, communicator.size, active)
-                if total is not tensor:
-                    tensor.copy_(total)
-            if outputs is not None and not in_place:
-                for output, result in zip(detached(outputs), results, strict=True):
-                    output.copy_(result)
-                return list(outputs) if call.is_list else outputs[0]
-            return results if call.is_list else results[0]
+            return [self._operation(communicator, arrays, op, label)], finish
 
-        return [_operation(communicator, arrays, op, call, label)], finish
+        return self.start(begin, allows_joined=True)
 
-    return call.start(begin, allows_joined=True)
+    def _operation(self, communicator: Communicator, arrays: list[Any], op: ReduceOp, label: str) -> Any:
+        """Start the reduction of arrays in place."""
+        if self.is_async and self.is_list:
+            return communicator.grouped_allreduce(arrays, op, label, in_place=True)
+        if self.is_async:
+            return communicator.allreduce(arrays[0], op, label, in_place=True)
+        reduce: Callable[[], Any]
+        if self.is_list:
+            reduce = functools.partial(communicator.grouped_allreduce_blocking, arrays, True, op, label)
+        else:
+            reduce = functools.partial(communicator.allreduce_blocking, arrays[0], True, op, label)
+        return handles.DeferredCall(communicator, reduce)
+
+    def apply(self, tensors: Tensors, compression: Any) -> list[Tensor]:
+        unnamed = dataclasses.replace(self, name=None)
+        return apply_compressed(compression, self.run, unnamed.run, tensors)
 
 
 def _is_half(tensor: Tensor) -> bool:
     return tensor.dtype in (torch.float16, torch.bfloat16)
 
 
-def _operation(communicator: Communicator, arrays: list[Any], op: ReduceOp, call: CollectiveCall, label: str) -> Any:
-    """Start the reduction of arrays in place."""
-    if call.is_async and call.is_list:
-        return communicator.grouped_allreduce(arrays, op, label, in_place=True)
-    if call.is_async:
-        return communicator.allreduce(arrays[0], op, label, in_place=True)
-    reduce: Callable[[], Any]
-    if call.is_list:
-        reduce = functools.partial(communicator.grouped_allreduce_blocking, arrays, True, op, label)
-    else:
-        reduce = functools.partial(communicator.allreduce_blocking, arrays[0], True, op, label)
-    return handles.DeferredCall(communicator, reduce)
-
-
-def _reduce(call: CollectiveCall, tensors: Tensors, compression: Any, reduction: ScaledReduction) -> list[Tensor]:
-    """Reduce tensors into new ones, with gradient."""
-
-    def run(call: CollectiveCall, tensors: Tensors) -> list[Tensor]:
-        return call.results(_start(call, tensors, None, reduction))
-
-    unnamed = dataclasses.replace(call, name=None)
-    return apply_compressed(compression, functools.partial(run, call), functools.partial(run, unnamed), tensors)
-
-
-def allreduce_async(
-    tensor: Tensor,
+def _allreduce(
     average: bool | None = None,
     name: str | None = None,
     op: Any = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> int:
-    """Start `allreduce`, without compression and gradient. Returns a handle.
-
-    Raises ValueError if an operation of this name is still in progress.
-
-    Example: `hvd.synchronize(hvd.allreduce_async(torch.ones(2), op=hvd.Sum))`.
-    """
-    reduction = _reduction(op, average, prescale_factor, postscale_factor)
-    call = CollectiveCall("allreduce", name, process_set, is_async=True)
-    return _start(call, [tensor], None, reduction)
+) -> CollectiveCall:
+    reduction = ScaledReduction(operator(op, average), prescale_factor, postscale_factor).check()
+    return _Allreduce("allreduce", name, process_set, reduction=reduction)
 
 
-def allreduce(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Tensor:
+allreduce, allreduce_async, allreduce_, allreduce_async_ = public_functions(
+    _allreduce,
+    "allreduce",
+    ("_async", "_", "_async_"),
     """Reduce a tensor over the ranks. Returns a new tensor of its shape and dtype. Differentiable.
 
     average: deprecated, use `op`. op: hvd.Average (default; integers are truncated), Sum, Min, Max or Product.
@@ -211,117 +193,19 @@ def allreduce(
     rank, for another `op`; NotImplementedError for hvd.Adasum.
 
     Example: on 2 ranks, `hvd.allreduce(torch.tensor([1.0 + hvd.rank()]))` returns `[1.5]`.
-    """
-    reduction = _reduction(op, average, prescale_factor, postscale_factor)
-    call = CollectiveCall("allreduce", name, process_set)
-    return _reduce(call, [tensor], compression, reduction)[0]
-
-
-def allreduce_async_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> int:
-    """Start `allreduce_`. Returns a handle.
-
-    Example: `hvd.synchronize(hvd.allreduce_async_(tensor))`.
-    """
-    reduction = _reduction(op, average, prescale_factor, postscale_factor)
-    call = CollectiveCall("allreduce", name, process_set, is_async=True)
-    return _start(call, [tensor], [tensor], reduction)
-
-
-def allreduce_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Tensor:
-    """As `allreduce`, in place: overwrite the tensor and return it. Not differentiable.
-
-    Example: `hvd.allreduce_(tensor, op=hvd.Max)`.
-    """
-    reduction = _reduction(op, average, prescale_factor, postscale_factor)
-    call = CollectiveCall("allreduce", name, process_set)
-    return call.results(_start(call, [tensor], [tensor], reduction))[0]
-
-
-def grouped_allreduce_async(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> int:
-    """Start `grouped_allreduce`, without compression and gradient. Returns a handle.
-
-    Example: `hvd.synchronize(hvd.grouped_allreduce_async([torch.ones(2), torch.ones(3)]))`.
-    """
-    reduction = _reduction(op, average, prescale_factor, postscale_factor)
-    call = CollectiveCall("allreduce", name, process_set, is_list=True, is_async=True)
-    return _start(call, tensors, None, reduction)
-
-
-def grouped_allreduce(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> list[Tensor]:
+    """,
+    "tensor, op=hvd.Sum",
+    compression_at=2,
+)
+grouped_allreduce, grouped_allreduce_async, grouped_allreduce_, grouped_allreduce_async_ = public_functions(
+    _allreduce,
+    "grouped_allreduce",
+    ("_async", "_", "_async_"),
     """Reduce a list of tensors as one operation, which is faster than one by one. Returns a list of new tensors.
     Arguments and errors: see `allreduce`. Differentiable.
 
     Example: `hvd.grouped_allreduce([torch.ones(2), torch.ones(3)], op=hvd.Sum)`.
-    """
-    reduction = _reduction(op, average, prescale_factor, postscale_factor)
-    call = CollectiveCall("allreduce", name, process_set, is_list=True)
-    return _reduce(call, tensors, compression, reduction)
-
-
-def grouped_allreduce_async_(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> int:
-    """Start `grouped_allreduce_`. Returns a handle.
-
-    Example: `hvd.synchronize(hvd.grouped_allreduce_async_(tensors))`.
-    """
-    reduction = _reduction(op, average, prescale_factor, postscale_factor)
-    call = CollectiveCall("allreduce", name, process_set, is_list=True, is_async=True)
-    return _start(call, tensors, tensors, reduction)
-
-
-def grouped_allreduce_(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> list[Tensor]:
-    """As `grouped_allreduce`, in place: overwrite the tensors and return them. Not differentiable.
-
-    Example: `hvd.grouped_allreduce_([tensor.grad for tensor in parameters])`.
-    """
-    reduction = _reduction(op, average, prescale_factor, postscale_factor)
-    call = CollectiveCall("allreduce", name, process_set, is_list=True)
-    return call.results(_start(call, tensors, tensors, reduction))
+    """,
+    "[tensor, other]",
+    compression_at=2,
+)

@@ -1,9 +1,10 @@
-"""Start of an operation, conversion of tensors to arrays, and autograd; used by all collectives.
+"""The collectives' base class, their public functions, conversion of tensors to arrays, and autograd.
 
 Operations match in the order of the calls, which must be the same on all ranks; Horovod matches them by name.
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from allred.comm.header import quoted
 from allred.comm.work import Work
 from allred.errors import InputError
 from allred.torch.horovod import handles
+from allred.torch.horovod.compression import Compression
 from allred.torch.horovod.horovod_errors import as_horovod_error
 from allred.torch.horovod.process_sets import ProcessSet, communicator_of
 from allred.torch.tensors import as_array, as_raw_array, as_tensor, check_host
@@ -27,9 +29,12 @@ Operations = Sequence[Work[Any] | handles.DeferredCall]
 Begin = Callable[[Communicator], tuple[Operations, Callable[[list[Any], int], Any]]]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class CollectiveCall:
-    """A call of a collective. is_list: of a list of tensors. is_async: the program waits for it later."""
+    """A call of a collective. is_list: of a list of tensors. is_async: the program waits for it later.
+
+    A subclass defines a collective for `public_function`.
+    """
 
     kind: str
     name: str | None
@@ -61,10 +66,96 @@ class CollectiveCall:
                 raise
         return handles.add(handles.AsyncCall(title, works, communicator.size, finish, allows_joined), key)
 
+    def begin_tensors(self, tensors: Tensors, in_place: bool) -> int:
+        """Start the collective. Returns a handle."""
+        raise NotImplementedError
+
+    def run(self, tensors: Tensors) -> list[Tensor]:
+        """Return the results as new tensors, without gradient."""
+        return self.results(self.begin_tensors(tensors, False))
+
+    def apply(self, tensors: Tensors, compression: Any) -> list[Tensor]:
+        """Return the results as new tensors, with gradient."""
+        raise NotImplementedError
+
     def results(self, handle: int) -> list[Tensor]:
         """Wait for the call, and return its results as a list."""
         found = handles.synchronize(handle)
         return list(found) if self.is_list else [found]
+
+
+def public_functions(
+    make: Callable[..., CollectiveCall],
+    name: str,
+    forms: Sequence[str],
+    doc: str,
+    example: str,
+    compression_at: int | None = None,
+) -> list[Callable[..., Any]]:
+    """Return the functions of Horovod `name`, which has the docstring, and `name` with each of the endings `forms`.
+
+    The first argument is `tensor`, or `tensors` with grouped_; the others are those of `make`, which returns the call.
+    With _async a function returns a handle; with a last _ it overwrites the tensors, and is not differentiable.
+
+    example: arguments. compression_at: the position among the arguments of `make` of `compression`, which `name` alone
+    has.
+    """
+    found = [_public_function(make, name, doc, compression_at)]
+    without = "compression and gradient" if compression_at is not None else "gradient"
+    for form in forms:
+        if form == "_":
+            text = f"As `{name}`, in place: overwrite what it is called with, and return it. Not differentiable."
+            shown = f"`hvd.{name}_({example})`"
+        else:
+            text = f"Start `{name}{form[6:]}`, without {without}. Returns a handle.\n\n    "
+            text += "Raises ValueError if an operation of this name is still in progress."
+            shown = f"`hvd.synchronize(hvd.{name}{form}({example}))`"
+        found.append(_public_function(make, name + form, f"{text}\n\n    Example: {shown}.\n    ", None))
+    return found
+
+
+def _public_function(
+    make: Callable[..., CollectiveCall], name: str, doc: str, compression_at: int | None
+) -> Callable[..., Any]:
+    is_list, is_async, in_place = name.startswith("grouped_"), "_async" in name, name.endswith("_")
+
+    def run(tensors: Tensors, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        compression = Compression.none
+        if compression_at is not None and len(arguments) > compression_at:
+            if "compression" in options:
+                raise TypeError(f"{name}() got multiple values for argument 'compression'")
+            compression = arguments[compression_at]
+            arguments = (*arguments[:compression_at], *arguments[compression_at + 1 :])
+        elif compression_at is not None:
+            compression = options.pop("compression", compression)
+        call = make(*arguments, **options)
+        call.is_list, call.is_async = is_list, is_async
+        if is_async:
+            return call.begin_tensors(tensors, in_place)
+        results = call.results(call.begin_tensors(tensors, True)) if in_place else call.apply(tensors, compression)
+        return results if is_list else results[0]
+
+    def grouped(tensors: Tensors, *arguments: Any, **options: Any) -> Any:
+        return run(tensors, arguments, options)
+
+    def single(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
+        return run([tensor], arguments, options)
+
+    found: Any = grouped if is_list else single
+    found.__name__ = found.__qualname__ = name
+    found.__module__, found.__doc__ = make.__module__, doc
+    found.__signature__ = _signature(found, make, compression_at)
+    return found  # type: ignore[no-any-return]
+
+
+def _signature(function: Any, make: Callable[..., Any], compression_at: int | None) -> inspect.Signature:
+    first, *_ = inspect.signature(function).parameters.values()
+    others = list(inspect.signature(make).parameters.values())
+    if compression_at is not None:
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        compression = inspect.Parameter("compression", kind, default=Compression.none, annotation=Any)
+        others.insert(compression_at, compression)
+    return inspect.Signature([first, *others])
 
 
 class Differentiable(torch.autograd.Function):

@@ -1,19 +1,17 @@
-"""`bench --device cuda`: arrays on GPUs, and baselines by cupy's NcclCommunicator without allred.
+"""benchmarks/bench.py --device cuda --against nccl: baselines by cupy's NcclCommunicator without allred.
 
 nccl                       allReduce in place on cupy's current stream
 nccl per tensor            one allReduce per tensor, inside one NCCL group
 nccl concatenate + split   cupy.concatenate, one allReduce, copy back; the flat array is allocated from cupy's pool in
                            every call
 
-A sample ends when the GPU has finished; the calls of a batch are queued one after another. `bench fused` also measures
-the host time to enqueue a call (enqueue_us, p50), and on rank 0 the bandwidth of the kernels that pack and unpack a
-bucket, and of a copy on the device: GB/s read and written (copy_GBps, pack_GBps, unpack_GBps, pack_scaled_GBps,
-unpack_divided_GBps).
+`fused` also measures the host time to enqueue a call (enqueue_us, p50), and on rank 0 the bandwidth of the kernels that
+pack and unpack a bucket, and of a copy on the device: GB/s read and written (copy_GBps, pack_GBps, unpack_GBps,
+pack_scaled_GBps, unpack_divided_GBps).
 """
 
 import functools
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,56 +19,35 @@ import numpy as np
 import allred
 from allred import arrays
 from allred.bench import measure
+from allred.bench.allreduce import gpu, synchronize_gpu
 from allred.bench.measure import Call
 from allred.bench.output import rounded
-from allred.comm import functions
 from allred.comm.backends.nccl import TYPES
 from allred.gpu.device_arrays import adopt
-from allred.gpu.streams import Device
 
 NCCL, PER_TENSOR, CONCATENATED = "nccl", "nccl per tensor", "nccl concatenate + split"
 _ENQUEUE_SAMPLES = 100
-
-
-def _device() -> Device:
-    devices = functions.current().devices
-    assert devices is not None  # --device cuda requires it
-    return devices.device
-
-
-def synchronize() -> None:
-    _device().xp.cuda.Device().synchronize()
-
-
-def describe() -> dict[str, Any]:
-    """The GPU's name and the versions of NCCL and cupy, for the JSON record."""
-    device = _device()
-    name = device.xp.cuda.runtime.getDeviceProperties(device.index)["name"]
-    return {"gpu": name.decode(), "nccl": device.nccl.get_version(), "cupy": device.xp.__version__}
-
-
-def allocate(shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> list[Any]:
-    return [_device().xp.zeros(shape, dtype) for shape in shapes]
 
 
 class NcclBaseline:
     """NCCL without allred, on the ranks of the mpi4py communicator `comm`. Collective."""
 
     def __init__(self, comm: Any, dtype: np.dtype[Any]) -> None:
-        nccl = _device().nccl
+        nccl = gpu().nccl
         unique_id = comm.bcast(nccl.get_unique_id() if comm.Get_rank() == 0 else None)
-        self._nccl = _device().communicator(comm.Get_size(), unique_id, comm.Get_rank())
-        self._dtype, self._sum = getattr(nccl, TYPES[arrays.name_of(dtype)]), nccl.NCCL_SUM
+        self._nccl = gpu().communicator(comm.Get_size(), unique_id, comm.Get_rank())
+        self._comm, self._sum = comm, nccl.NCCL_SUM
+        self._dtype = getattr(nccl, TYPES[arrays.name_of(dtype)])
 
     def allreduce(self, address: int, count: int) -> None:
-        stream = _device().current().ptr
+        stream = gpu().current().ptr
         self._nccl.allReduce(address, address, count, self._dtype, self._sum, stream)
 
     def array_calls(self, array: Any) -> dict[str, Call]:
         return {NCCL: functools.partial(self.allreduce, adopt(array).array.data.ptr, array.size)}
 
     def group_calls(self, group: list[Any]) -> dict[str, Call]:
-        nccl, concatenate = _device().nccl, _device().xp.concatenate
+        nccl, concatenate = gpu().nccl, gpu().xp.concatenate
         addresses = [(adopt(array).array.data.ptr, array.size) for array in group]
         flats = [array.reshape(-1) for array in group]
         ends = np.cumsum([flat.size for flat in flats]).tolist()
@@ -89,8 +66,13 @@ class NcclBaseline:
 
         return {PER_TENSOR: per_tensor, CONCATENATED: concatenated}
 
+    def details(self, group: list[Any], seconds: float) -> dict[str, float]:
+        call = functools.partial(allred.grouped_allreduce_, group, allred.Sum)
+        bandwidths = packing_bandwidths(group, self._comm, seconds)
+        return {"enqueue_us": rounded(enqueue_us(call, self._comm)), **bandwidths}
+
     def close(self) -> None:
-        synchronize()
+        synchronize_gpu()
         self._nccl.destroy()
 
 
@@ -98,18 +80,18 @@ def enqueue_us(call: Call, comm: Any) -> float:
     """Host time of one call in microseconds: the slowest rank, p50. Collective."""
     times = []
     for _ in range(_ENQUEUE_SAMPLES):
-        synchronize()
+        synchronize_gpu()
         comm.Barrier()
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
-    synchronize()
+    synchronize_gpu()
     return float(np.median(measure.slowest(times, comm))) * 1e6
 
 
 def packing_bandwidths(group: list[Any], comm: Any, seconds: float) -> dict[str, float]:
     """GB/s, read and written, of packing and unpacking all arrays, and of a copy of the same size. Collective."""
-    xp, kernels = _device().xp, _device().kernels
+    xp, kernels = gpu().xp, gpu().kernels
     dtype, flats = arrays.name_of(group[0].dtype), [adopt(array).flat() for array in group]
     table = kernels.table(flats, flats[0].itemsize)
     buffer, copied = (xp.zeros(table.buffer_elements, flats[0].dtype) for _ in range(2))
@@ -121,11 +103,6 @@ def packing_bandwidths(group: list[Any], comm: Any, seconds: float) -> dict[str,
     if arrays.accumulator(group[0].dtype) == group[0].dtype and arrays.is_float(group[0].dtype):
         calls["pack_scaled"] = lambda: kernels.pack(table, dtype, buffer, dtype, 0.5)
         calls["unpack_divided"] = lambda: kernels.unpack(buffer, table, dtype, dtype, 2.0)
-    times = measure.interleave(calls, comm, seconds, synchronize)
+    times = measure.interleave(calls, comm, seconds, synchronize_gpu)
     nbytes = 2 * sum(flat.nbytes for flat in flats)
     return {f"{name}_GBps": rounded(measure.algbw(nbytes, each.us(50))) for name, each in times.items()}
-
-
-def enqueue_and_pack(group: list[Any], comm: Any, seconds: float) -> dict[str, float]:
-    call = functools.partial(allred.grouped_allreduce_, group, allred.Sum)
-    return {"enqueue_us": rounded(enqueue_us(call, comm)), **packing_bandwidths(group, comm, seconds)}

@@ -1,4 +1,4 @@
-"""`bench checkpoint`: `opt.save` and `opt.restore` of mode sync, with SGD and momentum, against the raw files.
+"""benchmarks/bench.py checkpoint: `opt.save` and `opt.restore` of mode sync with SGD and momentum, against raw files.
 
 raw write    rank 0 writes the same number of bytes to a new file, syncs it, and renames it over the previous file
 raw read     each rank reads a file of that size into new arrays of 4 MiB
@@ -13,6 +13,7 @@ import importlib.util
 import os
 import pathlib
 import tempfile
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +36,7 @@ def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> N
         opt.step(params, {name: np.ones(_SHAPE, np.float32) for name in params})
         _check(opt, params, directory)
         calls = _calls(opt, params, directory)
-        times = measure.interleave_long(calls, comm, options.seconds * len(calls))
+        times = _interleave(calls, comm, options.seconds * len(calls))
     nbytes = 2 * sum(param.nbytes for param in params.values())
     writer = output.ResultWriter(options.json, enabled=comm.Get_rank() == 0)
     labels = {"ranks": comm.Get_size(), "dtype": "float32", "backend": functions.current().name}
@@ -46,6 +47,16 @@ def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> N
             writer.line({"bench": "checkpoint", "set": ours, "bytes": nbytes, **labels, **result, **conditions})
     comm.Free()
     allred.shutdown()
+
+
+def _interleave(calls: dict[str, measure.Call], comm: Any, seconds: float) -> dict[str, measure.CallTimes]:
+    """As measure.interleave, for long calls: one sample in a round, and the first round counts as warm-up."""
+    begin = time.perf_counter()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in measure.rounds(begin, seconds, comm):
+        for name, call in calls.items():
+            times[name].append(measure.sample(call, 1, comm, measure.no_synchronize))
+    return {name: measure.CallTimes(measure.slowest(each[1:], comm), 1) for name, each in times.items()}
 
 
 def _check(opt: Any, params: dict[str, Any], directory: pathlib.Path) -> None:

@@ -1,4 +1,4 @@
-"""`bench torch --against horovod`: allred.torch, the drop-in for horovod.torch, in the same processes, interleaved.
+"""benchmarks/bench.py horovod: allred.torch, the drop-in for horovod.torch, in the same processes, interleaved.
 
 mlp       a training step with allred.distributed(torch_optimizer), the baseline, and with DistributedOptimizer of
           allred.torch, and of Horovod if it is installed
@@ -7,6 +7,7 @@ averages  the means of 1000 tensors of 64 bytes: an all_reduce of torch's backen
           one grouped_allreduce_
 """
 
+import argparse
 import copy
 import dataclasses
 import functools
@@ -17,11 +18,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 import allred
 import allred.torch as allred_torch
 from allred.bench import measure, verify
+from allred.bench import torch as bench
 
 TENSORS = 1000
 _FIRST_STEPS = 3
@@ -51,7 +52,10 @@ def measure_steps(
     models = [make()]
     models += [copy.deepcopy(models[0]) for _ in modules]
     found: dict[str, measure.CallTimes] = {}
+    start = copy.deepcopy(models[0].state_dict())
     for turn in range(len(models)):
+        for model in models:  # after many steps the parameters differ by rounding
+            model.load_state_dict(start)
         calls = _step_calls(modules, [*models[turn:], *models[:turn]], data)
         _verify(models, comm)
         for name, times in measure.interleave(calls, comm, seconds / len(models)).items():
@@ -94,13 +98,6 @@ def _step_calls(modules: dict[str, Any], models: list[Any], data: tuple[Any, Any
     return calls
 
 
-def average_by_gloo(tensors: list[Any], gloo: Any) -> None:
-    """Replace each tensor by its mean over the ranks."""
-    for tensor in tensors:
-        dist.all_reduce(tensor, group=gloo)
-        tensor.div_(dist.get_world_size(gloo))
-
-
 def average_calls(modules: dict[str, Any], tensors: list[Any], gloo: Any) -> Calls:
     """Return the calls that replace tensors by their mean over the ranks."""
 
@@ -112,7 +109,7 @@ def average_calls(modules: dict[str, Any], tensors: list[Any], gloo: Any) -> Cal
         for handle in [module.allreduce_async_(tensor) for tensor in tensors]:
             module.synchronize(handle)
 
-    calls: Calls = {"gloo per tensor": functools.partial(average_by_gloo, tensors, gloo)}
+    calls: Calls = {"gloo per tensor": functools.partial(bench.average_by_gloo, tensors, gloo)}
     for name, module in modules.items():
         calls[f"{name} per tensor"] = functools.partial(each, module)
         calls[f"{name} async"] = functools.partial(each_async, module)
@@ -120,33 +117,19 @@ def average_calls(modules: dict[str, Any], tensors: list[Any], gloo: Any) -> Cal
     return calls
 
 
-def measure_averages(calls: Calls, tensors: list[Any], seconds: float, comm: Any) -> dict[str, measure.CallTimes]:
-    """Check that each call replaces the tensors by their mean over the ranks, and time them."""
-    size = comm.Get_size()
-    for title, call in calls.items():
-        for index, tensor in enumerate(tensors):
-            tensor.fill_(index + comm.Get_rank())
-        call()
-        wrong = [i for i, tensor in enumerate(tensors) if not bool((tensor == i + (size - 1) / 2).all())]
-        verify.raise_if_any(f"torch: averages by {title}", f"tensors {wrong[:5]}" if wrong else "", comm)
-    for tensor in tensors:
-        tensor.zero_()
-    return measure.interleave(calls, comm, seconds)
+def run(options: argparse.Namespace, comm: Any, conditions: Record) -> None:
+    """Measure; rank 0 prints. Calls allred.shutdown()."""
+    bench.run(options, comm, conditions, _measure)
 
 
-def measure_all(
-    batches: list[int],
-    make: Callable[[], Any],
-    data: Callable[[int], tuple[Any, Any]],
-    seconds: float,
-    comm: Any,
-    gloo: Any,
-) -> Iterator[tuple[Record, dict[str, measure.CallTimes], str]]:
-    """Yield the labels of each line, its times, and the name of its baseline."""
+def _measure(options: argparse.Namespace, comm: Any, gloo: Any) -> Iterator[Record]:
     modules = interfaces()
-    for batch in batches:
-        times = measure_steps(modules, make, data(batch), seconds, comm)
-        yield {"set": "mlp", "batch": batch}, times, "allred.distributed"
+    generator = torch.Generator().manual_seed(comm.Get_rank())
+    for batch in options.batches:
+        x = torch.randn(batch, options.width, generator=generator)
+        data = x, torch.randint(bench.CLASSES, (batch,), generator=generator)
+        times = measure_steps(modules, functools.partial(bench.mlp, options.width), data, options.seconds, comm)
+        yield {"set": "mlp", "batch": batch, **bench.compare(times, "allred.distributed")}
     tensors = [torch.zeros(16) for _ in range(TENSORS)]
-    calls = average_calls(modules, tensors, gloo)
-    yield {"set": "averages", "tensors": TENSORS}, measure_averages(calls, tensors, seconds, comm), "gloo per tensor"
+    times = bench.measure_averages(average_calls(modules, tensors, gloo), tensors, options.seconds, comm)
+    yield {"set": "averages", "tensors": TENSORS, **bench.compare(times, "gloo per tensor")}

@@ -1,4 +1,4 @@
-"""`bench overlap`: how much of the communication is hidden behind a synthetic backward pass.
+"""benchmarks/bench.py overlap: how much of the communication is hidden behind a synthetic backward pass.
 
 A step runs the backward pass, which produces the gradients of a model from the last layer to the first, and `opt.step`
 of a distributed optimizer that leaves the parameters unchanged. The pass takes about as long as the communication
@@ -24,12 +24,14 @@ import numpy as np
 
 import allred
 from allred.arrays import Array
-from allred.bench import baselines, measure, output, verify
+from allred.bench import measure, output, verify
+from allred.bench.allreduce import allocate
 from allred.bench.measure import Call
 from allred.comm import functions
 from allred.wording import count
 
 Part = Callable[[float], object]  # takes the seconds to work
+SETS = {**verify.SETS, "mlp": lambda: [(512, 512), (512,)] * 8}
 BUSY_S = 0.2
 PEER_BYTES = 65536
 PEER_CALLS = 200
@@ -70,9 +72,9 @@ def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> N
 
 
 def _measure_steps(name: str, options: argparse.Namespace, comm: Any) -> Iterator[dict[str, Any]]:
-    group = baselines.allocate(verify.OVERLAP_SETS[name](), options.dtype)
+    group = allocate(SETS[name](), options.dtype)
     grads = {f"{index:04}": array for index, array in enumerate(group)}
-    params = dict(zip(grads, baselines.allocate([array.shape for array in group], options.dtype), strict=True))
+    params = dict(zip(grads, allocate([array.shape for array in group], options.dtype), strict=True))
     opt = allred.distributed(_NoUpdate(), name=name)
     for _ in range(2):  # overlap starts with the second step
         _step(opt, params, grads, 0.0, time.sleep, early=True)
@@ -144,7 +146,7 @@ def _calibrated(work: Callable[[int], object]) -> Part:
 def _measure_peers(comm: Any) -> list[dict[str, Any]]:
     """How long the peers of rank 0 wait for each of PEER_CALLS allreduces, while rank 0 waits and while it is busy."""
     busy, found = _python_part(), []
-    group = baselines.allocate([(PEER_BYTES // 4,)] * PEER_CALLS, np.dtype(np.float32))
+    group = allocate([(PEER_BYTES // 4,)] * PEER_CALLS, np.dtype(np.float32))
     for state in ("waits", "busy"):
         times: list[float] = []
         for _ in range(5):

@@ -1,4 +1,4 @@
-"""The functions of horovod.common.util that programs use, from allred."""
+"""The functions of horovod.common.util, and the exception of horovod.common.exceptions, that programs use."""
 
 import itertools
 from collections.abc import Sequence
@@ -6,10 +6,9 @@ from typing import Any
 
 from allred import torch as hvd
 
-__all__ = [
-    "ccl_built", "check_extension", "ddl_built", "extension_available", "gloo_built", "gpu_available", "mpi_built",
-    "nccl_built", "split_list",
-]  # fmt: skip
+
+class HorovodVersionMismatchError(ImportError):
+    """Horovod was built for another version of a framework. allred never raises it."""
 
 
 def mpi_built(verbose: bool = False) -> bool:

@@ -1,12 +1,11 @@
-"""`bench torch`, the lines about hooked optimizers alone.
+"""benchmarks/bench.py hooks: hooked optimizers of torch without a model.
 
-host     a step with 161 tensors of 64 bytes: with hooks, without, and the time of the parts of a hooked step; each
-         part without the parts that it calls. `negotiation and checks` includes waits for the other ranks
-sleep    a backward pass that sleeps, so that its core is free. The columns and the share are those of `bench
-         overlap`: after: gradients are sent at the end of the pass; early: during it
+host     a step with 161 tensors of 64 bytes: with hooks and without
+sleep    a backward pass that sleeps, so that its core is free. The columns and the share are those of overlap.py:
+         after: gradients are sent at the end of the pass; early: during it
 """
 
-import contextlib
+import argparse
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,24 +16,10 @@ from torch import nn
 
 import allred
 from allred.bench import measure, output, verify
-from allred.modes.match import Matcher
-from allred.modes.reducer import Reducer
-from allred.modes.sync import SyncMode
-from allred.torch.hooked_optimizer import HookedOptimizer
-from allred.torch.optimizer_adapter import OptimizerAdapter
+from allred.bench import torch as bench
 
 HOST_TENSORS = 161
-_HOST_STEPS = 200  # with parts
-_FIRST_STEPS = 4  # the first ones, also after a change, are never sent early
-_PARTS: dict[str, tuple[Any, str]] = {
-    "hooks": (HookedOptimizer, "on_gradient"),
-    "other work at the end of backward": (HookedOptimizer, "end_of_backward"),
-    "arrays over the gradients": (OptimizerAdapter, "step_input"),
-    "comparison with the last step": (Matcher, "match"),
-    "negotiation and checks": (SyncMode, "step"),
-    "reduction": (Reducer, "allreduce_"),
-    "step of the optimizer": (HookedOptimizer, "step_torch_optimizer"),
-}
+_FIRST_STEPS = 4  # the first ones are never sent early
 
 
 class _NoStep(torch.optim.Optimizer):
@@ -60,16 +45,18 @@ class _Gradients(torch.autograd.Function):
         return tuple(torch.full_like(ctx.like, ctx.value) for _ in range(ctx.count))
 
 
-def set_overlap(optimizer: Any, overlaps: bool, step: Callable[[], None]) -> None:
-    """Set whether the steps of a hooked optimizer send gradients during the backward pass. If this is a change, take
-    steps until they do: the first step of a turn is not measured (measure.interleave). Called on all ranks."""
-    if optimizer.allred.set_overlap(overlaps):
-        for _ in range(_FIRST_STEPS if overlaps else 0):
-            step()
+def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> None:
+    """Measure; rank 0 prints. Calls allred.shutdown()."""
+    bench.run(options, comm, conditions, _measure)
+
+
+def _measure(options: argparse.Namespace, comm: Any, gloo: Any) -> Iterator[dict[str, Any]]:
+    yield {"set": "host", **measure_host(options.seconds, comm)}
+    yield {"set": "sleep", **measure_sleep([(options.width, options.width)] * bench.LAYERS, options.seconds, comm)}
 
 
 def measure_host(seconds: float, comm: Any) -> dict[str, Any]:
-    """Time a step of many small tensors with and without hooks, and the parts of a hooked step."""
+    """Time a step of many small tensors with and without hooks."""
     groups = [[nn.Parameter(torch.zeros(16)) for _ in range(HOST_TENSORS)] for _ in range(2)]
     local, hooked = map(_NoStep, groups)
     allred.distributed(hooked, name="host")
@@ -81,46 +68,13 @@ def measure_host(seconds: float, comm: Any) -> dict[str, Any]:
 
     calls = {"local": lambda: step(groups[0], local), "hooked": lambda: step(groups[1], hooked)}
     times = measure.interleave(calls, comm, seconds)
-    rows = []
-    with _timed_parts() as spent:
-        for _ in range(_HOST_STEPS):
-            spent.update(dict.fromkeys(_PARTS, 0.0))
-            calls["hooked"]()
-            rows.append(list(spent.values()))
-    parts_us = np.median(rows, axis=0) * 1e6
     added_us = times["hooked"].us(50) - times["local"].us(50)
     return {
         "tensors": HOST_TENSORS,
         **{f"{name}_us": output.rounded(each.us(50)) for name, each in times.items()},
         "added_us": output.rounded(added_us),
-        "parts": {name: output.rounded(float(us)) for name, us in zip(_PARTS, parts_us, strict=True)},
         "samples": len(times["hooked"].seconds),
     }
-
-
-@contextlib.contextmanager
-def _timed_parts() -> Iterator[dict[str, float]]:
-    """Inside of this block, add up the seconds of each part, without those of the parts that it calls."""
-    spent, nested = dict.fromkeys(_PARTS, 0.0), [0.0]
-
-    def timed(part: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            nested.append(0.0)
-            start = time.perf_counter()
-            result = method(*arguments)
-            elapsed = time.perf_counter() - start
-            spent[part] += elapsed - nested.pop()
-            nested[-1] += elapsed
-            return result
-
-        return call
-
-    methods = {part: getattr(*place) for part, place in _PARTS.items()}
-    for part, place in _PARTS.items():
-        setattr(*place, timed(part, methods[part]))
-    yield spent
-    for part, place in _PARTS.items():
-        setattr(*place, methods[part])
 
 
 class _Layer(torch.autograd.Function):
@@ -156,7 +110,7 @@ class _SleepingModel:
 
     def step(self, weights: list[nn.Parameter], optimizer: Any, backward_s: float, early: bool = False) -> None:
         if hasattr(optimizer, "allred"):
-            set_overlap(optimizer, early, lambda: self.step(weights, optimizer, 0.0, early))
+            bench.set_overlap(optimizer, early, lambda: self.step(weights, optimizer, 0.0, early))
         optimizer.zero_grad()
         x = torch.zeros(())
         for weight, grad in zip(weights, self.grads, strict=True):

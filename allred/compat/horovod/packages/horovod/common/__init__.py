@@ -1,1 +1,0 @@
-"""The names of horovod.common that programs import, from allred."""
