@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from allred import arena, detached, log, native, world
+from allred import arena, log, native, world
 from allred.cluster import mpi, processors, topology
 from allred.cluster.processors import Cores
 from allred.cluster.spec import CLIENT
@@ -29,6 +29,7 @@ from allred.config import Config, explicit_settings, settle
 from allred.errors import AllredError, ConfigError, InputError
 from allred.gpu import streams
 from allred.launch import before_init
+from allred.runtime import detached
 from allred.watch import exit as exit_protocol
 from allred.watch import exit_callbacks, runner_link, shm_files
 from allred.watch import start as watch

@@ -14,14 +14,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from allred import detached, log
-from allred.channel import AUTHENTICATE_S, Channel, HandshakeError, connect
+from allred import log
 from allred.errors import AllredError, CollectiveTimeout, ConfigError
 from allred.launch.rendezvous_state import PURPOSE
-
-REMIND_S = 5.0  # interval of the message that names the missing tasks
-_AGAIN_S = 0.2  # between two attempts to connect to the first task's address
-_FREE_S = 2.0  # how long the process of an earlier job may keep the address
+from allred.runtime import detached
+from allred.runtime.channel import Channel, HandshakeError, connect
+from allred.runtime.timings import ADDRESS_FREE_S, ADDRESS_RETRY_S, AUTHENTICATE_S, REMIND_TASKS_S, RENDEZVOUS_RETRY_S
 
 SocketAddress = tuple[Any, Any]  # the address family, and the argument of socket.bind
 
@@ -95,7 +93,7 @@ class _Waiting:
     def __init__(self, task: str, limit_s: float, for_whom: str) -> None:
         self.for_whom = for_whom
         self._task, self._limit_s, self._begun = task, limit_s, time.monotonic()
-        self._remind_at = self._begun + REMIND_S
+        self._remind_at = self._begun + REMIND_TASKS_S
         self._notice = ""
 
     def seconds_to_wait(self) -> float:
@@ -111,7 +109,7 @@ class _Waiting:
             log.rank_warning(
                 f"{self._task} waits for {self.for_whom}, since {waited:.0f} s; for {self._limit_s:g} s at most"
             )
-            self._remind_at += REMIND_S
+            self._remind_at += REMIND_TASKS_S
         return max(0.01, min(self._remind_at - now, self._begun + self._limit_s - now))
 
     def print_notice(self, text: str) -> None:
@@ -188,7 +186,7 @@ def _wait(connector: Connector, where: list[SocketAddress], hello: dict[str, Any
         lifeline = connector.connect(where, **hello)
     except _NotYetError as error:
         waiting.for_whom = str(error)
-        time.sleep(min(_AGAIN_S, waiting.seconds_to_wait()))
+        time.sleep(min(RENDEZVOUS_RETRY_S, waiting.seconds_to_wait()))
         return None
     try:
         while (messages := _next(lifeline, waiting.seconds_to_wait())) is not None:
@@ -269,13 +267,13 @@ def check_addresses(addresses: Mapping[str, str], places: Mapping[str, list[Sock
 def listen(task: str, address: str, places: list[SocketAddress]) -> socket.socket:
     """Listen at this task's address only. Raises ConfigError if that fails."""
     family, where = places[0]
-    until = time.monotonic() + _FREE_S
+    until = time.monotonic() + ADDRESS_FREE_S
     while True:
         try:
             return socket.create_server(where[:2], family=family, backlog=128)
         except OSError as error:
             if error.errno == errno.EADDRINUSE and time.monotonic() < until:
-                time.sleep(0.1)
+                time.sleep(ADDRESS_RETRY_S)
                 continue
             why = os.strerror(error.errno) if error.errno else str(error)
             hint = "choose another port"

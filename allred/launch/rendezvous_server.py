@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import ClassVar
 
-from allred.channel import Channel, Listener, dispatch
-from allred.detached import serve
 from allred.launch.rendezvous_state import PURPOSE, Message, RendezvousState
+from allred.runtime.channel import Channel, Listener, dispatch
+from allred.runtime.detached import serve
+from allred.runtime.timings import RENDEZVOUS_DEATH_S
 
-DEATH_S = 0.5  # so that the others can fail with the same error before
 _TICK_S = 0.1
 
 
@@ -136,7 +136,7 @@ class RendezvousServer:
             self._end_at = time.monotonic()
         names, text = self._state.disconnect(name)
         if started:
-            self._later.append((time.monotonic() + DEATH_S, names, text))
+            self._later.append((time.monotonic() + RENDEZVOUS_DEATH_S, names, text))
             self._end()
         elif name == self._first:
             self._on_first_task_end()

@@ -5,12 +5,11 @@ import socket
 import time
 from typing import Any
 
-from allred.channel import HandshakeError, connect
 from allred.errors import AllredError
+from allred.runtime.channel import HandshakeError, connect
+from allred.runtime.timings import SNAPSHOT_S
 from allred.watch import job_directory
 from allred.watch.job_monitor import PURPOSE
-
-ANSWER_S = 10.0
 
 Snapshot = dict[str, Any]
 
@@ -30,7 +29,7 @@ class Connection:
         Raises AllredError if the job has ended."""
         self._channel.send({"states": states})
         try:
-            return self._channel.receive_one(time.monotonic() + ANSWER_S)
+            return self._channel.receive_one(time.monotonic() + SNAPSHOT_S)
         except (OSError, ValueError):
             raise AllredError(f"job {self._job} has ended") from None
 

@@ -5,25 +5,17 @@ import ctypes
 import os
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from allred.channel import Channel, Message
 from allred.run.reports import Reports
 from allred.run.restarts import End
+from allred.runtime import timings
+from allred.runtime.channel import Channel, Message
 from allred.watch import process_state
 
-REPORTS_S = 5.0  # for the last reports after mpirun has ended
-UNWIND_S = 10.0  # for processes that are left after mpirun has ended, such as ranks that write a checkpoint
-FIRST_LOOK_S, LOOK_S = 0.1, 1.0  # intervals of looks at the launcher's daemons: the first, and after doubling the last
-ORPHANED_S = 5.0  # for mpirun to end after its last child process: the program may leave a process
-LOST_HOST_S = 10.0  # for mpirun to end after a host was lost: it may wait for that host forever
-TERMINATE_S = 5.0  # from SIGTERM to SIGKILL
-# The connection to a host that is lost fails after 10 + 4 * 5 s.
-_KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4}
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -58,7 +50,7 @@ class Job:
         self._lost_at = float("inf")  # when a host or the daemon of the launcher was lost
         self._lost = ""  # the daemon, with the ranks that are left
         self._ranks: dict[int, list[int]] = {}  # of this host, by the daemon that started them
-        self._look_at, self._look_s = 0.0, FIRST_LOOK_S
+        self._look_at, self._look_s = 0.0, timings.FIRST_LOOK_S
         self._orphaned_at = float("inf")  # since when `_has_orphans`
         self._kept, self._has_passed = False, False  # a SIGUSR1; whether the ranks have received it
         self._kill_at = float("inf")
@@ -67,8 +59,7 @@ class Job:
 
     def connect(self, link: Channel, messages: list[Message]) -> None:
         """Take the connection of the watcher of the chief's node. messages: its first ones."""
-        for option, value in _KEEPALIVE.items():
-            link.connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        link.keep_alive(*timings.CHIEF_KEEPALIVE_S)
         reports = Reports(messages[0]["size"])
         self._reports.append(reports)
         self._links[link] = reports
@@ -161,7 +152,7 @@ class Job:
         """End mpirun, and after TERMINATE_S all its processes."""
         if self._kill_at == float("inf"):
             self._process.terminate()
-            self._kill_at = time.monotonic() + TERMINATE_S
+            self._kill_at = time.monotonic() + timings.TERMINATE_S
 
     # The end.
 
@@ -172,9 +163,9 @@ class Job:
             if self._kept:
                 self._pass_kept()
             if not self._reports and now >= self._look_at:
-                self._look_at, self._look_s = now + self._look_s, min(2 * self._look_s, LOOK_S)
+                self._look_at, self._look_s = now + self._look_s, min(2 * self._look_s, timings.LOOK_S)
                 self._look_at_daemons()
-            if now >= self._lost_at + LOST_HOST_S:
+            if now >= self._lost_at + timings.MPIRUN_LOST_HOST_S:
                 self.terminate()
             if now >= self._kill_at:
                 kill(descendants())
@@ -191,7 +182,7 @@ class Job:
         self._ranks = found
         if not self._has_orphans():
             self._orphaned_at = float("inf")
-        elif (now := time.monotonic()) >= self._orphaned_at + ORPHANED_S:  # killed before a look has seen it
+        elif (now := time.monotonic()) >= self._orphaned_at + timings.ORPHANED_S:  # killed before a look has seen it
             self._lose_daemon("the process by which mpirun had started ranks on this host was killed")
         else:
             self._orphaned_at = min(self._orphaned_at, now)
@@ -208,16 +199,16 @@ class Job:
     def has_reported(self, since: float) -> bool:
         """Return whether no more reports will arrive. since: when mpirun ended. A watcher ends after its ranks; if one
         has not after REPORTS_S, the chief's host is lost."""
-        if time.monotonic() > since + REPORTS_S:
+        if time.monotonic() > since + timings.REPORTS_S:
             for link in list(self._links):
                 self._close(link).lose_chief()
         return not self._links
 
     def has_left(self, since: float) -> bool:
-        """Return whether all processes have ended; kills those that are left UNWIND_S after `since`."""
+        """Return whether all processes have ended; kills those that are left LEFTOVER_S after `since`."""
         _reap(self._process.pid)
         left = descendants()
-        if left and time.monotonic() > min(since + UNWIND_S, self._kill_at):
+        if left and time.monotonic() > min(since + timings.LEFTOVER_S, self._kill_at):
             kill(left)
         return not left
 

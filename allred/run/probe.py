@@ -7,8 +7,8 @@ import subprocess
 from collections.abc import Iterable, Mapping
 
 from allred.run.host_list import is_local
+from allred.runtime.timings import PROBE_S
 
-LIMIT_S = 10.0
 _SSH = "ssh -o BatchMode=yes -o ConnectTimeout=5"
 _SRUN = "srun --overlap --nodes=1 --ntasks=1 --immediate=5 --nodelist"
 _OTHER_BATCH_SYSTEMS = ("PBS_NODEFILE", "LSB_MCPU_HOSTS", "PE_HOSTFILE")  # they start processes in their own ways
@@ -29,7 +29,7 @@ def agent(environ: Mapping[str, str]) -> list[str]:
 
 
 def unreachable(names: Iterable[str], environ: Mapping[str, str]) -> set[str]:
-    """Return the hosts on which no process can be started within LIMIT_S seconds; none if there is no way to test."""
+    """Return the hosts on which no process can be started within PROBE_S seconds; none if there is no way to test."""
     remote, words = [name for name in names if not is_local(name)], agent(environ)
     if not words or not remote:
         return set()
@@ -41,5 +41,5 @@ def unreachable(names: Iterable[str], environ: Mapping[str, str]) -> set[str]:
 def _answers(words: list[str]) -> bool:
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         null = subprocess.DEVNULL
-        return subprocess.run(words, stdin=null, stdout=null, stderr=null, timeout=LIMIT_S).returncode == 0
+        return subprocess.run(words, stdin=null, stdout=null, stderr=null, timeout=PROBE_S).returncode == 0
     return False

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from allred.command_line import Parser, fail, parse
 from allred.errors import AllredError
+from allred.runtime.timings import RESIZE_S
 from allred.watch import job_directory
-
-LIMIT_S = 10.0
 
 
 class RequestSocket:
@@ -85,7 +84,7 @@ def main(arguments: list[str]) -> int:
 
 def _request(path: Path, request: dict[str, int]) -> dict[str, str]:
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(LIMIT_S)
+        connection.settimeout(RESIZE_S)
         connection.connect(str(path))
         connection.sendall(json.dumps(request).encode() + b"\n")
         reply: dict[str, str] = json.loads(connection.makefile().readline())

@@ -21,13 +21,14 @@ import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from allred.channel import Channel, Listener, Message, dispatch
 from allred.errors import AllredError, ConfigError
 from allred.run import host_list, job, mpirun, probe, restarts, torch_variables
 from allred.run.host_list import HostList
 from allred.run.job import Job
 from allred.run.resize import RequestSocket
 from allred.run.restarts import End, RestartPolicy
+from allred.runtime.channel import Channel, Listener, Message, dispatch
+from allred.runtime.timings import HOST_FILE_S
 from allred.watch.runner_link import PURPOSE, RESTART, VARIABLE
 from allred.watch.start import own_address
 from allred.wording import count
@@ -36,7 +37,6 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, si
 # The end of the terminal; the warning of Grid Engine's option -notify. A session does not handle these two.
 _PASSED_AS = {signal.SIGHUP: signal.SIGTERM, signal.SIGUSR2: signal.SIGUSR1}
 TICK_S = 0.1
-HOSTS_S = 1.0  # interval at which the host file is read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +211,7 @@ class Runner:
         while self._received:
             self._handle_signal(self._received.pop(0))
         if self._options.watches_hosts and time.monotonic() >= self._next_look:
-            self._next_look = time.monotonic() + HOSTS_S
+            self._next_look = time.monotonic() + HOST_FILE_S
             self._look_at_hosts()
 
     def _wait(self, seconds: float) -> None:

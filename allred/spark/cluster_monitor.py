@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from allred.channel import Channel, Listener, Message, dispatch
 from allred.errors import CollectiveTimeout
+from allred.runtime.channel import Channel, Listener, Message, dispatch
+from allred.runtime.timings import OUTCOMES_S
 from allred.spark import outcomes
 from allred.spark.outcomes import Outcome, RankFailure
 from allred.spark.supervisor import PURPOSE
 
-SETTLE_S = 3.0  # for the outcomes of the other ranks after a failure, to find the first one
 _TICK_S = 0.1
 
 
@@ -168,7 +168,7 @@ class ClusterMonitor:
     def raise_failure(self) -> None:
         """Raise RankFailure if a rank has failed, after the outcomes of the others have arrived."""
         while self._failed_at < float("inf"):
-            if self.all_ended() or time.monotonic() > self._failed_at + SETTLE_S:
+            if self.all_ended() or time.monotonic() > self._failed_at + OUTCOMES_S:
                 with self._changed:
                     failure = outcomes.first_failure(self._outcomes.values())
                 assert failure is not None

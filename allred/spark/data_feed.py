@@ -14,9 +14,9 @@ import numpy as np
 import pyarrow as pa
 
 from allred import world
-from allred.channel import Channel, Message
 from allred.comm.functions import join
 from allred.errors import DataError, InputError
+from allred.runtime.channel import Channel, Message
 from allred.spark.arrow_columns import to_rows
 from allred.validators import integer
 

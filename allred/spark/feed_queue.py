@@ -12,7 +12,7 @@ A feed is one call of train() or inference(), with a number. A partition is a sp
 import collections
 import dataclasses
 
-from allred.channel import Message
+from allred.runtime.channel import Message
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,20 +22,19 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from allred import channel
-from allred.channel import Channel, HandshakeError, Message, dispatch
 from allred.errors import ConfigError
 from allred.launch.rendezvous_client import shared_memory_domain
+from allred.runtime import channel
+from allred.runtime.channel import Channel, HandshakeError, Message, dispatch
+from allred.runtime.timings import DRIVER_LOST_S, RANK_EXIT_S, REMIND_ROWS_S, SEND_S
 from allred.spark import outcomes
 from allred.spark.feed_queue import FeedQueue, SpoolFile
 from allred.spark.outcomes import Outcome
-from allred.spark.rank_process import EXIT_S, RankProcess
+from allred.spark.rank_process import RankProcess
 from allred.spark.rank_program import RankSpec
 
 PURPOSE = "spark"
 MAX_UNREAD_BYTES = 2**28  # Spark tasks wait while a worker has more bytes of files to read
-DRIVER_LOST_S = 60.0  # without an answer of the driver's machine
-REMIND_S = 10.0
 _TICK_S = 0.2
 
 
@@ -173,7 +172,7 @@ class RankSupervisor:
         self._selector.unregister(self._rank.connection)
         self._outcome, self._has_returned = self._rank.receive_outcome(), True
         if self._outcome is None or self._outcome["code"]:
-            self._kill_at = time.monotonic() + EXIT_S
+            self._kill_at = time.monotonic() + RANK_EXIT_S
         if self._outcome is not None and self._outcome["code"]:
             self._report(self._outcome)
         self._terminate()
@@ -219,7 +218,7 @@ class RankSupervisor:
         if now >= self._kill_at:
             self._rank.process.kill()
         if now >= self._remind_at:
-            self._remind_at = now + REMIND_S
+            self._remind_at = now + REMIND_ROWS_S
             who = f"rank {self._spec.rank} on {socket.gethostname()}"
             text = f"{who} has waited {now - self._waiting_since:.0f} s for rows: {self._queue.describe()}"
             print(f"allred: {text}", file=sys.stderr, flush=True)
@@ -230,7 +229,7 @@ class RankSupervisor:
         with contextlib.suppress(OSError):
             connection, _ = self._listening.accept()
             peer = Channel(connection)
-            connection.settimeout(channel.SEND_S)
+            connection.settimeout(SEND_S)
             self._on_input(connection, lambda: self._receive(peer))
 
     def _receive(self, peer: Channel) -> None:
@@ -266,7 +265,7 @@ class RankSupervisor:
             self._rank_channel = peer
         elif kind == "next":
             self._waiting_since = time.monotonic()
-            self._remind_at = self._waiting_since + REMIND_S
+            self._remind_at = self._waiting_since + REMIND_ROWS_S
             if (found := self._queue.on_request()) is not None:
                 feed, files = found
                 _remove(files)

@@ -1,9 +1,9 @@
 """The state of a job for monitors, in the watcher of the chief's node.
 
 A monitor (`allred top`, the metrics endpoint) finds port and token in a file of the job directory. While one is
-connected, the watchers send the counters of their ranks every SAMPLE_S seconds. From these samples follows which rank
-delays which: at the same number of steps, one is in opt.step, and the other is not yet. Nothing of this costs a rank
-time, except the source line, for which a signal interrupts it once for each request.
+connected, the watchers send the counters of their ranks every SAMPLE_PERIOD_S seconds. From these samples follows which
+rank delays which: at the same number of steps, one is in opt.step, and the other is not yet. Nothing of this costs a
+rank time, except the source line, for which a signal interrupts it once for each request.
 """
 
 import contextlib
@@ -13,15 +13,14 @@ import socket
 import time
 from pathlib import Path
 
-from allred.channel import Channel, Listener
 from allred.counters import Values
 from allred.errors import AllredError
+from allred.runtime.channel import Channel, Listener
+from allred.runtime.timings import COUNTERS_S, SAMPLE_PERIOD_S
 from allred.watch import job_directory
 from allred.watch.records import Event
 
 PURPOSE = "monitor"
-SAMPLE_S = 0.25
-ANSWER_S = 2.0  # for the watchers of other nodes
 
 
 class JobMonitor:
@@ -76,11 +75,11 @@ class JobMonitor:
     def tick(self, now: float) -> list[tuple[int | None, Event]]:
         """Return the messages to send now."""
         self._listener.close_expired()
-        if self._collecting and now > self._begun_at + ANSWER_S:
+        if self._collecting and now > self._begun_at + COUNTERS_S:
             self._finish(now)
         if not self._clients:
             self._sampled_at = 0.0  # do not count the time without monitors as delay
-        if self._collecting or not self._clients or now < self._sampled_at + SAMPLE_S:
+        if self._collecting or not self._clients or now < self._sampled_at + SAMPLE_PERIOD_S:
             return []
         self._number += 1
         self._collecting, self._begun_at, self._has_states = True, now, any(states for _, states in self._requests)

@@ -14,10 +14,8 @@ import select
 import signal
 import time
 
+from allred.runtime.timings import FAILED_LAUNCHER_S, LAUNCHER_SIGNAL_S
 from allred.watch import process_state
-
-WAIT_S = 0.5  # for the launcher to end by itself, then for its end after SIGTERM
-FAILED_JOB_S = 30.0  # for the launcher of a job that failed, to end by itself
 
 
 class Launchers:
@@ -36,7 +34,7 @@ class Launchers:
         return new
 
     def end(self) -> None:
-        """Wait until the launchers have ended; after WAIT_S end them by SIGTERM, then by SIGKILL."""
+        """Wait until the launchers have ended; after LAUNCHER_SIGNAL_S end them by SIGTERM, then by SIGKILL."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             self._wait()
             for pidfd in self._pidfds.values():
@@ -44,15 +42,15 @@ class Launchers:
                     signal.pidfd_send_signal(pidfd, number)
 
     def end_childless(self) -> None:
-        """Wait until the launchers have ended; after FAILED_JOB_S end those that run, and have no child process."""
-        self._wait(FAILED_JOB_S)
+        """Wait until the launchers have ended; after FAILED_LAUNCHER_S end those that have no child process."""
+        self._wait(FAILED_LAUNCHER_S)
         children = process_state.children()
         for pid in list(self._pidfds):
             if pid in children or process_state.halted(pid):
                 os.close(self._pidfds.pop(pid))
         self.end()
 
-    def _wait(self, limit_s: float = WAIT_S) -> None:
+    def _wait(self, limit_s: float = LAUNCHER_SIGNAL_S) -> None:
         """Wait at most `limit_s`, and close the pidfds of those that have ended."""
         until, poll = time.monotonic() + limit_s, select.poll()
         for pidfd in self._pidfds.values():

@@ -19,22 +19,19 @@ import socket
 import stat
 import time
 
-from allred.channel import Channel, HandshakeError, Listener, connect, dispatch
-from allred.detached import serve
+from allred.runtime import timings
+from allred.runtime.channel import Channel, HandshakeError, Listener, connect, dispatch
+from allred.runtime.detached import serve
 from allred.watch import process_state, runner_link
 from allred.watch.heartbeat import Heartbeat
 from allred.watch.job_monitor import JobMonitor
 from allred.watch.job_state import JobState
 from allred.watch.launchers import Launchers
-from allred.watch.rank import HELLO_S, WatchedRank, owner
-from allred.watch.records import LARGEST, Event, WatcherSettings
+from allred.watch.rank import WatchedRank, owner
+from allred.watch.records import Event, WatcherSettings
 from allred.watch.runner_link import RunnerLink
 
 PURPOSE = "watcher"  # of the channels between watchers
-TICK_S = 0.05
-LAUNCHER_S = 2.0  # how long a launcher that ends may take to end its ranks
-FIRST_RANK_S = 60.0  # time limit for the connection of the first rank
-AFTER_DEATH_S = 0.5  # after a death: which death to report may be known a moment later
 
 
 class Watcher:
@@ -54,7 +51,7 @@ class Watcher:
             self._job = JobState(settings.size, settings.nodes, settings.warn_s, *how)
         self._gone: dict[int, Event] = {}  # expendable ranks that are gone, with the message
         self._has_verdict = False  # so the job ends
-        self._give_up_at = time.monotonic() + FIRST_RANK_S
+        self._give_up_at = time.monotonic() + timings.FIRST_RANK_S
         self._last_death = 0.0
         self._launchers = Launchers()
         self._ended_launcher, self._launcher_ended_at = "", float("inf")
@@ -91,7 +88,7 @@ class Watcher:
             self._monitor.publish()
         while not self._is_done(now):
             now = time.monotonic()  # if this process gets no core now, deaths before this time are still handled first
-            dispatch(self._selector, TICK_S)
+            dispatch(self._selector, timings.WATCHER_TICK_S)
             if self._listener is not None:
                 self._listener.close_expired()
             if self._job is not None:
@@ -103,7 +100,7 @@ class Watcher:
             self._check_launcher(now)
             self._beat(now)
             self._lose_hosts(now)
-            if now > self._last_death + AFTER_DEATH_S:
+            if now > self._last_death + timings.REPORT_DEATH_S:
                 self._print("")
         if self._monitor is not None:
             self._monitor.close()
@@ -122,7 +119,7 @@ class Watcher:
             return False
         if not all(rank.gone for rank in self._ranks.values()):
             return False
-        is_past_death = now > self._last_death + AFTER_DEATH_S
+        is_past_death = now > self._last_death + timings.REPORT_DEATH_S
         if len(self._ranks) < self._settings.ranks and now <= self._give_up_at:
             return bool(self._ranks) and is_past_death  # a rank that died in init() keeps the others from connecting
         return is_past_death or all(rank.left for rank in self._ranks.values())
@@ -137,8 +134,8 @@ class Watcher:
         try:
             if owner(connection)[1] != os.geteuid():
                 raise ValueError
-            connection.settimeout(HELLO_S)
-            data, files, _, _ = socket.recv_fds(connection, LARGEST, 3)
+            connection.settimeout(timings.HELLO_S)
+            data, files, _, _ = socket.recv_fds(connection, timings.EVENT_BYTES, 3)
             hello = json.loads(data)
             if not hmac.compare_digest(hello["token"], self._settings.token):
                 raise ValueError
@@ -183,7 +180,7 @@ class Watcher:
 
     def _check_launcher(self, now: float) -> None:
         """Report that the launcher has ended, and this node's ranks have not."""
-        if now < self._launcher_ended_at + LAUNCHER_S:
+        if now < self._launcher_ended_at + timings.LAUNCHER_ENDS_RANKS_S:
             return
         self._launcher_ended_at = float("inf")
         if left := [rank.number for rank in self._ranks.values() if not rank.dead and not rank.left]:

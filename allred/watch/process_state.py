@@ -12,7 +12,7 @@ import signal
 import struct
 import time
 
-STACK_S = 0.5  # for ranks to write their stacks
+from allred.runtime.timings import STACK_S
 
 _PIDFD_GET_INFO = 3 << 30 | 64 << 16 | 0xFF << 8 | 11  # Linux 6.13
 _PIDFD_INFO_EXIT = 1 << 3  # Linux 6.15

@@ -8,10 +8,9 @@ import struct
 import time
 
 from allred.counters import CountersReader
+from allred.runtime.timings import EVENT_BYTES
 from allred.watch import process_state
-from allred.watch.records import LARGEST, Event
-
-HELLO_S = 3.0
+from allred.watch.records import Event
 
 _ENDS = {"failed": "at its end", "unwound": "at its end", "left": "has ended"}
 
@@ -50,7 +49,7 @@ class WatchedRank:
         if self.connection.fileno() < 0:
             return None
         try:
-            data = self.connection.recv(LARGEST, socket.MSG_DONTWAIT)
+            data = self.connection.recv(EVENT_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return None
         except OSError:

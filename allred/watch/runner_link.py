@@ -11,8 +11,8 @@ after the current step, with the reason.
 import os
 import socket
 
-from allred import channel
-from allred.channel import Channel, HandshakeError
+from allred.runtime import channel
+from allred.runtime.channel import Channel, HandshakeError
 from allred.watch.records import Event
 
 PURPOSE = "runner"

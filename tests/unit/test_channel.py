@@ -11,17 +11,15 @@ import tracemalloc
 import pytest
 from ports import reserved_ports
 
-from allred import channel
-from allred.channel import (
-    LINE_BYTES,
-    MAX_UNAUTHENTICATED,
-    UNAUTHENTICATED_BYTES,
+from allred.runtime import channel
+from allred.runtime.channel import (
     Channel,
     HandshakeError,
     Listener,
     connect,
     dispatch,
 )
+from allred.runtime.timings import LINE_BYTES, UNAUTHENTICATED_BYTES, UNAUTHENTICATED_PEERS
 
 WAIT_S = 60.0
 
@@ -215,17 +213,17 @@ def test_unauthenticated_connections_are_limited_and_block_no_peer():
     with Served() as served, contextlib.ExitStack() as stack:
         before = connect(*served.where, "test", "secret")
         strangers = []
-        for number in range(2 * MAX_UNAUTHENTICATED):
+        for number in range(2 * UNAUTHENTICATED_PEERS):
             strangers.append(stack.enter_context(served.stranger()))
             if number % 50 == 0:
                 assert echo(before, {"number": number})
         after = connect(*served.where, "test", "secret")
         assert echo(before, {"still": "here"})
         assert echo(after, {"now": "here"})
-        for stranger in strangers[: MAX_UNAUTHENTICATED + 1]:  # the oldest are closed, and had the greeting
+        for stranger in strangers[: UNAUTHENTICATED_PEERS + 1]:  # the oldest are closed, and had the greeting
             while stranger.recv(200):
                 pass
-        assert len(served.listener._pending) <= MAX_UNAUTHENTICATED
+        assert len(served.listener._pending) <= UNAUTHENTICATED_PEERS
         before.connection.close()
         after.connection.close()
 

@@ -205,7 +205,7 @@ def test_the_delay_doubles_without_progress_and_begins_anew_after_it():
     delays = [policy.decide(End(137, restored=step)).delay_s for step in (None, 4, 4, 4, 8, 8)]
     assert delays == [0.5, 0.5, 1.0, 2.0, 0.5, 1.0]
     longest = [RestartPolicy(30)] * 20
-    assert [policy.decide(End(137)).delay_s for policy in longest][-1] == restarts.LONGEST_DELAY_S
+    assert [policy.decide(End(137)).delay_s for policy in longest][-1] == restarts.LONGEST_RESTART_DELAY_S
 
 
 def test_the_same_exception_at_the_same_step_ends_the_job():

@@ -17,11 +17,11 @@ import threading
 import time
 from typing import Any
 
-from allred.channel import limit_resending
 from allred.cluster.interfaces import ipv4_addresses
 from allred.errors import ConfigError
+from allred.runtime.channel import limit_resending
+from allred.runtime.timings import AUTHENTICATE_S
 
-HANDSHAKE_S = 5.0
 _PROOF_BYTES = 32
 _HELLO = struct.Struct("!I32s")  # rank, proof
 
@@ -110,7 +110,7 @@ def connect(comm: Any, groups: list[list[int]], network: str, timeout_s: float) 
             sockets[peer] = found
         problems = comm.allgather(problem)
         problem = next((text for text in problems if text), "")
-        sockets.update(accepted.finish(0.0 if problem else HANDSHAKE_S))
+        sockets.update(accepted.finish(0.0 if problem else AUTHENTICATE_S))
     for listener in listeners:
         listener.close()
     missing = sorted(set(group) - {rank} - set(sockets))
@@ -152,7 +152,7 @@ def _connect_to_first(
     said = []
     for address, port in there:
         try:
-            one = socket.create_connection((address, port), timeout=HANDSHAKE_S)
+            one = socket.create_connection((address, port), timeout=AUTHENTICATE_S)
         except OSError as error:
             said.append(f"{address} port {port}: {error}")
             continue
@@ -168,8 +168,8 @@ def _connect_to_first(
 
 
 def _read(one: socket.socket, count: int) -> bytes:
-    """Return `count` bytes, or fewer at the end of the stream. Raises OSError after HANDSHAKE_S."""
-    data, deadline = b"", time.monotonic() + HANDSHAKE_S
+    """Return `count` bytes, or fewer at the end of the stream. Raises OSError after AUTHENTICATE_S."""
+    data, deadline = b"", time.monotonic() + AUTHENTICATE_S
     while len(data) < count:
         one.settimeout(max(deadline - time.monotonic(), 0.001))
         part = one.recv(count - len(data))

@@ -23,20 +23,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from allred.runtime import timings
+
 Message = dict[str, Any]
 
 VERSION = 1
-AUTHENTICATE_S = 5.0  # from the connection to the first message of the connecting end
-MAX_UNAUTHENTICATED = 128  # connections that are not authenticated yet; one more closes the oldest
-UNAUTHENTICATED_BYTES = 2**12  # the longest line before authentication
-LINE_BYTES = 2**20  # the longest line after authentication
-SEND_S = 3.0  # time limit of a send to a peer that does not read; then the connection is closed
-_RETRY_S = 0.05
-_RECEIVE_BYTES = 2**16
 _MOST_MS = 2**31 - 1
 _TCP_RTO_MAX_MS = 44  # include/uapi/linux/tcp.h; Python has no name for it
-# Keepalive detects after 20 + 4 * 10 s that the machine of a peer has lost power or network.
-_KEEPALIVE = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 4}
 
 
 class HandshakeError(Exception):
@@ -57,15 +50,21 @@ def limit_resending(connection: socket.socket, limit_s: float) -> None:
 class Channel:
     """A TCP or Unix connection that sends and receives lines. `longest`: bytes of the longest line that it accepts."""
 
-    def __init__(self, connection: socket.socket, longest: int = LINE_BYTES) -> None:
+    def __init__(self, connection: socket.socket, longest: int = timings.LINE_BYTES) -> None:
         self.connection, self.longest = connection, longest
         self._received = bytearray()
         if connection.family == socket.AF_UNIX:
             return
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _KEEPALIVE.items():
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        self.keep_alive(*timings.KEEPALIVE_S)
+
+    def keep_alive(self, idle_s: int, interval_s: int) -> None:
+        """Notice that the machine of the peer has lost power or network, after idle_s + KEEPALIVE_COUNT * interval_s
+        without an answer."""
+        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s)
+        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval_s)
+        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, timings.KEEPALIVE_COUNT)
 
     def limit_resending(self, limit_s: float) -> None:
         limit_resending(self.connection, limit_s)
@@ -89,7 +88,7 @@ class Channel:
         ValueError for a line longer than `longest`; at most one read of such a line is kept in memory.
         """
         try:
-            data = self.connection.recv(min(_RECEIVE_BYTES, self.longest + 1))
+            data = self.connection.recv(min(timings.RECEIVE_BYTES, self.longest + 1))
         except BlockingIOError:
             return []
         if not data:
@@ -121,7 +120,7 @@ class Channel:
         raise TimeoutError("no answer")
 
 
-def connect(family: int, address: Any, purpose: str, secret: str, limit_s: float = AUTHENTICATE_S) -> Channel:
+def connect(family: int, address: Any, purpose: str, secret: str, limit_s: float = timings.AUTHENTICATE_S) -> Channel:
     """Connect to the listener at `address` (as in socket.connect) and authenticate, within `limit_s` seconds.
 
     Connects again if the listener closes the connection before authentication, as it does with too many connections.
@@ -134,14 +133,14 @@ def connect(family: int, address: Any, purpose: str, secret: str, limit_s: float
             connection = on_error.enter_context(socket.socket(family, socket.SOCK_STREAM))
             connection.settimeout(left_s)
             connection.connect(address)
-            channel = Channel(connection, UNAUTHENTICATED_BYTES)
+            channel = Channel(connection, timings.UNAUTHENTICATED_BYTES)
             with contextlib.suppress(ConnectionError):
                 _prove_as_connector(channel, purpose, secret, deadline)
-                connection.settimeout(SEND_S)
-                channel.longest = LINE_BYTES
+                connection.settimeout(timings.SEND_S)
+                channel.longest = timings.LINE_BYTES
                 on_error.pop_all()
                 return channel
-        time.sleep(_RETRY_S)
+        time.sleep(timings.RECONNECT_S)
     raise ConnectionError("the listener closes each connection before authentication")
 
 
@@ -185,7 +184,7 @@ class Listener:
     """Accepts connections on a socket and authenticates them. Its event loop calls `dispatch` and `close_expired`.
 
     It never waits for a peer. It closes a connection if the peer sends something else than the protocol, if the first
-    message after authentication does not arrive within AUTHENTICATE_S seconds, and if MAX_UNAUTHENTICATED newer
+    message after authentication does not arrive within AUTHENTICATE_S seconds, and if UNAUTHENTICATED_PEERS newer
     connections are not authenticated.
 
     admit(channel, messages): called with each authenticated channel and its first messages. The selector no longer
@@ -222,11 +221,11 @@ class Listener:
         except OSError:  # the peer has closed the connection, or there are too many open files
             return
         unauthenticated = [peer for peer in self._pending if not peer.authenticated]
-        if len(unauthenticated) >= MAX_UNAUTHENTICATED:
+        if len(unauthenticated) >= timings.UNAUTHENTICATED_PEERS:
             self._close(unauthenticated[0])
         connection.setblocking(False)
-        channel = Channel(connection, UNAUTHENTICATED_BYTES)
-        peer = _UnauthenticatedPeer(channel, secrets.token_hex(), time.monotonic() + AUTHENTICATE_S)
+        channel = Channel(connection, timings.UNAUTHENTICATED_BYTES)
+        peer = _UnauthenticatedPeer(channel, secrets.token_hex(), time.monotonic() + timings.AUTHENTICATE_S)
         self._pending.append(peer)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._receive(peer))
         channel.send({"allred": VERSION, "nonce": peer.nonce})
@@ -236,7 +235,7 @@ class Listener:
             messages = peer.channel.receive()
             if peer.authenticated and messages:
                 self._forget(peer)
-                peer.channel.connection.settimeout(SEND_S)
+                peer.channel.connection.settimeout(timings.SEND_S)
                 self._admit(peer.channel, messages)
             elif messages:
                 self._authenticate(peer, *messages)
@@ -247,7 +246,7 @@ class Listener:
         nonces = peer.nonce, str(message["nonce"])
         if _proves(message, _proof(self._secret, self._purpose, "connect", nonces)):
             peer.channel.send({"proof": _proof(self._secret, self._purpose, "listen", nonces)})
-            peer.authenticated, peer.channel.longest = True, LINE_BYTES
+            peer.authenticated, peer.channel.longest = True, timings.LINE_BYTES
         else:
             host = peer.channel.connection.getpeername()[0]
             peer.channel.send({"refused": self._refusal(host, bool(message.get("has")))})
