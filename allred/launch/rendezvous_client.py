@@ -70,9 +70,9 @@ class Connector:
         """Open an authenticated channel and send the hello. Raises _NotYetError if the caller should try again, else
         ConfigError or AllredError."""
         error: OSError | None = None
-        for family, address in where:
+        for _, address in where:
             try:
-                found = connect(family, address, PURPOSE, self._secret)
+                found = connect(address, PURPOSE, self._secret)
             except HandshakeError as caught:
                 raise ConfigError(f"{self._task}: the process at {self._at} {caught}") from None
             except OSError as caught:
@@ -162,10 +162,8 @@ def rendezvous(
         raise AllredError(
             f"{task}: the connection to the process at {addresses[first]} failed before MPI started: {error}"
         ) from None
-    for each in (pmi, lifeline):
-        each.connection.settimeout(None)
     kept = None if task == first else listener
-    return Joined(rank, size, pmi.connection.detach(), lifeline.connection.detach(), kept)
+    return Joined(rank, size, pmi.detach().detach(), lifeline.detach().detach(), kept)
 
 
 def _answer(to: Channel) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """The connection to the watcher of a running job's chief, and the snapshots that it sends."""
 
 import contextlib
-import socket
 import time
 from typing import Any
 
@@ -20,7 +19,7 @@ class Connection:
     def __init__(self, entry: dict[str, Any]) -> None:
         self._job = entry["job"]
         try:
-            self._channel = connect(socket.AF_INET, ("127.0.0.1", entry["port"]), PURPOSE, entry["token"])
+            self._channel = connect(("127.0.0.1", entry["port"]), PURPOSE, entry["token"])
         except (HandshakeError, OSError) as error:
             raise AllredError(f"the watcher of job {self._job} does not answer: {error}") from None
 

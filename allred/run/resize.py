@@ -2,55 +2,52 @@
 
 import argparse
 import contextlib
-import json
 import os
-import selectors
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from allred.command_line import Parser, fail, parse
 from allred.errors import AllredError
+from allred.runtime.channel import Channel, HandshakeError, Listener, Message, connect
+from allred.runtime.loop import Loop
 from allred.runtime.timings import RESIZE_S
 from allred.watch import job_directory
 
+PURPOSE = "resize"
+
 
 class RequestSocket:
-    """The socket of a running job, on which `allred resize` sends a request: a line of JSON.
+    """The socket of a running job, to which `allred resize` sends a request. The directory admits only the user.
 
     answer: called with the request; returns the answer, which the command prints, or raises AllredError."""
 
-    def __init__(self, selector: selectors.BaseSelector, name: str, answer: Callable[[dict[str, int]], str]) -> None:
+    def __init__(self, loop: Loop, name: str, answer: Callable[[Message], str]) -> None:
         self._answer = answer
         self._path = job_directory.directory() / f"{name}{job_directory.SOCKET}"
         if name in job_directory.run_sockets():
             raise AllredError(f"a job with the name {name!r} runs here already; choose another --name")
-        self._socket = socket.socket(socket.AF_UNIX)
+        listening = socket.socket(socket.AF_UNIX)
         try:
-            self._socket.bind(str(self._path))
+            listening.bind(str(self._path))
         except OSError as error:
-            self._socket.close()
+            listening.close()
             raise AllredError(
                 f"no socket for `allred resize` at {self._path}: {error}; choose a shorter --name"
             ) from None
-        self._socket.listen(8)
-        self._socket.setblocking(False)
-        selector.register(self._socket, selectors.EVENT_READ, self._accept)
+        self._listener = Listener(loop, listening, PURPOSE, "", self._admit)
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # not a request
-            connection, _ = self._socket.accept()
-            with connection:
-                connection.settimeout(1.0)
-                request = json.loads(connection.makefile().readline())
-                try:
-                    reply = {"text": self._answer(request), "code": 0}
-                except AllredError as error:
-                    reply = {"text": str(error), "code": 1}
-                connection.sendall(json.dumps(reply).encode() + b"\n")
+    def _admit(self, channel: Channel, messages: list[Message]) -> None:
+        try:
+            reply = {"text": self._answer(messages[0]), "code": 0}
+        except AllredError as error:
+            reply = {"text": str(error), "code": 1}
+        channel.send(reply)
+        channel.close()
 
     def close(self) -> None:
-        self._socket.close()
+        self._listener.close()
         with contextlib.suppress(OSError):
             os.unlink(self._path)
 
@@ -74,7 +71,7 @@ def main(arguments: list[str]) -> int:
     try:
         path = job_directory.choose(options.job, job_directory.run_sockets(), "`allred run`")
         reply = _request(path, {"np": options.np})
-    except (AllredError, OSError, ValueError) as error:
+    except (AllredError, HandshakeError, OSError, ValueError) as error:
         return fail(f"python -m allred resize: {error}", 1)
     if reply["code"]:
         return fail(f"python -m allred resize: {reply['text']}", 1)
@@ -82,10 +79,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _request(path: Path, request: dict[str, int]) -> dict[str, str]:
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(RESIZE_S)
-        connection.connect(str(path))
-        connection.sendall(json.dumps(request).encode() + b"\n")
-        reply: dict[str, str] = json.loads(connection.makefile().readline())
-        return reply
+def _request(path: Path, request: Message) -> Message:
+    channel = connect(str(path), PURPOSE, "")
+    channel.send(request)
+    return channel.receive_one(time.monotonic() + RESIZE_S)

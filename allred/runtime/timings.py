@@ -118,6 +118,7 @@ MPIRUN_LOST_HOST_S = 10.0  # for mpirun to end after a host was lost: it may wai
 TERMINATE_S = 5.0  # from SIGTERM to SIGKILL
 REPORTS_S = 5.0  # for the last reports after mpirun has ended
 LEFTOVER_S = 10.0  # for processes that are left then, such as ranks that write a checkpoint
+KILL_AGAIN_S = 0.1  # until processes that have started meanwhile are killed too
 PROBE_S = 10.0  # for a host to start a process
 RESIZE_S = 10.0  # for `allred run` to answer `allred resize`
 RESTART_DELAY_S = 0.5  # before the first restart; doubles with each start that made no progress

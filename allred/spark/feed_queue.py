@@ -14,6 +14,8 @@ import dataclasses
 
 from allred.runtime.channel import Message
 
+FEED_PURPOSE = "spark feed"  # of the channels between a supervisor, its rank and Spark tasks
+
 
 @dataclasses.dataclass(frozen=True)
 class SpoolFile:

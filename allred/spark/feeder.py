@@ -19,9 +19,10 @@ import pyarrow as pa
 
 from allred.errors import AllredError, CollectiveTimeout, InputError
 from allred.launch.rendezvous_client import shared_memory_domain
-from allred.runtime.channel import Channel, Message
+from allred.runtime.channel import Channel, Message, connect
 from allred.runtime.timings import REMIND_ROWS_S
 from allred.spark.arrow_columns import pickled_batches
+from allred.spark.feed_queue import FEED_PURPOSE
 
 _ANSWER_LIMIT_S = 60.0  # for the supervisor and the driver to answer
 _POLL_S = 0.1
@@ -206,12 +207,9 @@ class _Partition:
 
 
 def _connect(worker: dict[str, Any], number: int) -> Channel:
-    connection = socket.socket(socket.AF_UNIX)
     try:
-        connection.connect(os.path.join(worker["directory"], "feed"))
+        return connect(os.path.join(worker["directory"], "feed"), FEED_PURPOSE, "")
     except OSError as error:
-        connection.close()
         raise AllredError(
-            f"partition {number}: worker rank {worker['rank']} on {worker['host']} has ended: {error.strerror}"
+            f"partition {number}: worker rank {worker['rank']} on {worker['host']} has ended: {error.strerror or error}"
         ) from None
-    return Channel(connection)

@@ -19,7 +19,7 @@ from allred.cluster.topology import Topology
 from allred.config import Config
 from allred.runtime import detached
 from allred.runtime.timings import LEAST_MPI_INIT_S
-from allred.watch import job_monitor, runner_link
+from allred.watch import runner_link
 from allred.watch.records import WatcherSettings
 from allred.watch.watcher_client import WatcherClient
 
@@ -107,7 +107,10 @@ def _start_watcher(shape: Topology, config: Config, address: str, expendable: tu
         token=token, ranks=shape.local_size, size=shape.size, nodes=shape.nodes, warn_s=config.stall_warning_s,
         limit_s=config.timeout_s, chief=shape.rank == 0, address=address, expendable=expendable, launcher=launcher,
         runner=runner_link.address(),
-        about=job_monitor.describe(_job_name(config), " ".join(sys.argv), config.mode, config.starts),
+        about={
+            "job": _job_name(config), "program": " ".join(sys.argv), "mode": config.mode, "starts": config.starts,
+            "host": socket.gethostname(),
+        },
     )  # fmt: skip
     here = {"token": token, "host": socket.gethostname(), "address": address, "name": "", "port": 0}
     return here | detached.start(_MODULE, dataclasses.asdict(settings), process=_take_spawned())

@@ -13,11 +13,8 @@ ROOT = pathlib.Path(allred.__file__).parent
 NAMES = {name for name in vars(timings) if name.isupper()}
 FAILURE_HANDLING = ("watch", "launch", "run", "runtime", "spark/supervisor.py", "spark/cluster_monitor.py")
 # Intervals of loops that wait for one thing of another program, and no limit of anything.
-LOCAL = {"runtime/channel.py: _MOST_MS", "runtime/channel.py: _TCP_RTO_MAX_MS"}  # Linux has them
-LOCAL |= {f"{path}: TICK_S" for path in ("run/runner.py",)}
-LOCAL |= {
-    f"{path}: _TICK_S" for path in ("launch/rendezvous_server.py", "spark/cluster_monitor.py", "spark/supervisor.py")
-}
+LOCAL = {"runtime/channel.py: _MOST_MS", "runtime/channel.py: _TCP_RTO_MAX_MS"}  # of Linux
+LOCAL |= {"spark/cluster_monitor.py: _TICK_S"}  # how soon a thread that ends the wait is noticed
 
 
 def sources() -> dict[str, str]:

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import re
-import selectors
 import signal
 import socket
 import subprocess
@@ -18,6 +17,7 @@ import pytest
 from allred.counters import Counters, Values
 from allred.errors import RemoteRankError
 from allred.runtime import channel, timings
+from allred.runtime.loop import Loop
 from allred.watch import process, process_state, records, stalls, start, watcher_client
 from allred.watch.job_monitor import JobMonitor, delaying
 from allred.watch.job_state import JobState
@@ -557,6 +557,13 @@ def test_a_rank_that_has_just_died_does_not_keep_the_others_from_being_killed(la
 # Watchers of several nodes; test_channel.py has more.
 
 
+def close(watcher):
+    for key in list(watcher._loop._selector.get_map().values()):
+        if isinstance(key.fileobj, socket.socket):
+            key.fileobj.close()
+    watcher._loop.close()
+
+
 @contextlib.contextmanager
 def running_watcher(**settings):
     """The watcher of a chief's node, in a thread."""
@@ -580,9 +587,7 @@ def running_watcher(**settings):
     finally:
         watcher._give_up_at = 0.0
         thread.join()
-        for key in list(watcher._selector.get_map().values()):
-            key.fileobj.close() if isinstance(key.fileobj, socket.socket) else os.close(key.fd)
-        watcher._selector.close()
+        close(watcher)
 
 
 def test_a_watcher_closes_a_connection_without_a_message():
@@ -594,12 +599,12 @@ def test_a_watcher_closes_a_connection_without_a_message():
 
 def test_a_watcher_handles_events_of_another_node():
     with running_watcher() as watcher:
-        where = socket.AF_INET, ("127.0.0.1", watcher.port)
+        where = "127.0.0.1", watcher.port
         with pytest.raises(
             channel.HandshakeError, match="refuses this process: its secret is not the secret of this job"
         ):
-            channel.connect(*where, process.PURPOSE, "guess")
-        found = channel.connect(*where, process.PURPOSE, "secret")
+            channel.connect(where, process.PURPOSE, "guess")
+        found = channel.connect(where, process.PURPOSE, "secret")
         found.send({"event": "joined", "rank": 1, "host": "there"})
         found.send({"event": "failed", "rank": 1, "code": 3, "words": "E", "traceback": ""})
         verdict = found.receive_one(time.monotonic() + 60)
@@ -766,7 +771,7 @@ def test_a_watcher_without_a_core_for_a_while_prints_a_death(where, monkeypatch)
     watcher._report({"event": "joined", "rank": 0, "host": "h"})
 
     def die():
-        watcher._selector.unregister(ours)
+        watcher._loop.remove(ours)
         rank.dead, rank.gone = "was killed", True
         watcher._open_stderr()
         watcher._report({"event": "died", "rank": 0, "how": "was killed", "code": 137, "ago_s": 0.0})
@@ -779,7 +784,7 @@ def test_a_watcher_without_a_core_for_a_while_prints_a_death(where, monkeypatch)
         return found
 
     monkeypatch.setattr(watcher, where, late)
-    watcher._selector.register(ours, 1, die)
+    watcher._loop.on_input(ours, die)
     theirs.send(b".")
     watcher.run()
     launcher.kill()
@@ -787,8 +792,9 @@ def test_a_watcher_without_a_core_for_a_while_prints_a_death(where, monkeypatch)
     os.close(of_launcher)
     assert os.read(stderr, 1000) == b"allred: rank 0 on h was killed\n"
     os.close(stderr)
-    for opened in (ours, theirs, watcher._selector, *(key.fileobj for key in watcher._selector.get_map().values())):
-        opened.close()
+    close(watcher)
+    ours.close()
+    theirs.close()
 
 
 @pytest.mark.parametrize("is_exiting", [False, True])
@@ -1296,8 +1302,8 @@ class Client:
 
 
 def test_a_snapshot_has_the_ranks_of_all_nodes_and_the_delays():
-    with selectors.DefaultSelector() as selector:
-        monitor, client = JobMonitor(selector, ABOUT, size=2, nodes=2), Client()
+    with contextlib.closing(Loop()) as loop:
+        monitor, client = JobMonitor(loop, ABOUT, size=2, nodes=2), Client()
         assert monitor.tick(0.0) == []  # nobody asks
         monitor._clients.append(client)
         for turn in (1, 2):
@@ -1317,8 +1323,8 @@ def test_a_snapshot_has_the_ranks_of_all_nodes_and_the_delays():
 
 
 def test_a_monitor_is_answered_although_a_watcher_does_not_answer():
-    with selectors.DefaultSelector() as selector:
-        monitor, client = JobMonitor(selector, ABOUT, size=2, nodes=2), Client()
+    with contextlib.closing(Loop()) as loop:
+        monitor, client = JobMonitor(loop, ABOUT, size=2, nodes=2), Client()
         monitor._clients.append(client)
         monitor._requests.append((client, True))
         monitor.tick(1.0)
