@@ -254,7 +254,9 @@ class Listener:
         loop.on_input(listening, self._accept)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Listen no more, and close connections that are not authenticated."""
+        for peer in [*self._pending]:
+            self._close(peer)
         self._loop.remove(self._socket)
         self._socket.close()
 

@@ -28,7 +28,8 @@ HELLO_S = 3.0  # for the first message of a rank that has connected
 WELCOME_S = 10.0  # for the watcher to accept a rank
 FIRST_RANK_S = 60.0  # for the first rank to connect; else the watcher ends
 LEAST_MPI_INIT_S = 60.0  # of MPI_Init: ALLRED_TIMEOUT_S may be shorter than the start of many hosts
-WATCHER_TICK_S = 0.05  # the longest interval between two looks at the job's state while something is pending
+WATCHER_TICK_S = 0.05  # the longest interval between two looks at the state of the job
+IDLE_TICK_S = 0.5  # the same while all ranks run, and none waits long
 STACK_S = 0.5  # for ranks to write their stacks
 SAMPLE_PERIOD_S = 0.25  # of the counters, while a monitor is connected
 COUNTERS_S = 2.0  # for the watchers of other nodes to send the counters
@@ -40,6 +41,7 @@ LEAST_LOST_HOST_S = 2 * SILENT_HOST_S  # a silent host is lost no sooner, even i
 assert JSON_BYTES * (VERDICT_CHARS + WORDS_CHARS + ROLE_CHARS) < EVENT_BYTES, "a verdict has its first line twice"
 assert WELCOME_S > HELLO_S, "a rank waits while the watcher waits for the hello of another"
 assert WATCHER_TICK_S < HEARTBEAT_PERIOD_S < SILENT_HOST_S
+assert WATCHER_TICK_S < IDLE_TICK_S < FIRST_RANK_S
 assert SNAPSHOT_S > SAMPLE_PERIOD_S + COUNTERS_S + STACK_S
 
 # Long waits.

@@ -85,7 +85,7 @@ class Watcher:
         if self._monitor is not None:
             self._monitor.publish()
         while not self._is_done(now):
-            now = self._loop.turn(timings.WATCHER_TICK_S)
+            now = self._loop.turn(timings.IDLE_TICK_S if self._is_quiet else timings.WATCHER_TICK_S)
             if self._job is not None:
                 self._send(self._job.tick(now))
                 self._report_verdict(self._job.verdict)
@@ -102,6 +102,13 @@ class Watcher:
             self._launchers.end()
         elif self._settings.launcher and self._settings.nodes == 1 and self._has_failed:
             self._launchers.end_childless()
+
+    @property
+    def _is_quiet(self) -> bool:
+        """Whether only events change anything, and no time is near."""
+        pending = self._heartbeats or self._stderr >= 0 or self._launcher_ended_at < float("inf")
+        is_watched = self._monitor is not None and self._monitor.has_clients
+        return not pending and not is_watched and self._job is not None and self._job.is_quiet
 
     @property
     def _has_failed(self) -> bool:

@@ -180,6 +180,37 @@ def test_no_modules_import_each_other():
     assert cycle_in(edges) == []
 
 
+# Modules that have one user, so that there is one event loop and one authenticated channel. The watcher compares
+# tokens. rank_output.py becomes the program of the rank, and imports nothing of allred, which would delay each start.
+ONE_MECHANISM = {
+    "selectors": {"allred.runtime.loop", "allred.run.rank_output"},
+    "hmac": {"allred.runtime.channel", "allred.watch.process"},
+}
+
+
+def imported(module: str) -> set[str]:
+    """The modules of Python that a module of allred imports."""
+    nodes = list(ast.walk(modules()[module]))
+    found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return found | {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+
+
+@pytest.mark.parametrize("name", ONE_MECHANISM)
+def test_one_mechanism(name):
+    assert {module for module in modules() if name in imported(module)} == ONE_MECHANISM[name]
+
+
+def test_no_module_that_listens_reads_pickles():
+    """Bytes of a stranger are read by the channel, which reads JSON before and after the proof."""
+    calls = {
+        module: {node.func.attr for node in ast.walk(tree) if isinstance(node, ast.Call) and hasattr(node.func, "attr")}
+        for module, tree in modules().items()
+    }
+    listens = {module for module in modules() if calls[module] & {"listen", "create_server", "open_listener"}}
+    assert len(listens) > 5
+    assert [module for module in listens if imported(module) & {"pickle", "marshal", "cloudpickle"}] == []
+
+
 def test_a_cycle_is_found():
     assert cycle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}}) in (["b", "c", "b"], ["c", "b", "c"])
     assert cycle_in({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []

@@ -1339,3 +1339,29 @@ def test_a_rank_delays_those_that_wait_at_the_same_step():
     values = {0: Values(steps=7, in_step=1), 1: Values(steps=7), 2: Values(steps=8), 3: Values(steps=7, in_step=1)}
     assert delaying(values) == [1]
     assert delaying({0: Values(steps=7), 1: Values(steps=7)}) == []
+
+
+@pytest.mark.parametrize(
+    ("pending", "over"),
+    [
+        (
+            {"event": "waiting", "what": "barrier() #5", "since_s": 1.0, "peers": True, "quiet": True},
+            {"event": "resumed"},
+        ),
+        ({"event": "left"}, None),
+        ({"event": "died", "how": "was killed", "code": 137, "ago_s": 0.0}, None),
+        ({"event": "failed", "code": 3, "words": "E", "traceback": ""}, None),
+    ],
+    ids=lambda event: event and event["event"],
+)
+def test_a_watcher_looks_seldom_while_all_ranks_run(pending, over):
+    script = Script()
+    script.tick(0.0)
+    assert script.job.is_quiet
+    script.handle(pending["event"], 1, 1.0, **{key: pending[key] for key in pending if key != "event"})
+    script.tick(1.0)
+    assert not script.job.is_quiet
+    if over is not None:
+        script.handle(over["event"], 1, 2.0)
+        script.tick(2.0)
+        assert script.job.is_quiet
