@@ -2,6 +2,7 @@
 
 A process at the first task's address serves it (rendezvous_server.py). The result is two connections to this process:
 one with PMI-1 for the start of MPI, and one that reports the end of this task, and of the others during MPI_Init.
+`prepare` does that before init(), which starts MPI with it.
 """
 
 import contextlib
@@ -14,14 +15,16 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from allred import log
+from allred import config, log, native
+from allred.cluster import mpi
 from allred.errors import AllredError, CollectiveTimeout, ConfigError
 from allred.launch.rendezvous_state import PURPOSE
-from allred.runtime import detached
+from allred.runtime import channel, detached
 from allred.runtime.channel import Channel, HandshakeError, connect
 from allred.runtime.timings import ADDRESS_FREE_S, ADDRESS_RETRY_S, AUTHENTICATE_S, REMIND_TASKS_S, RENDEZVOUS_RETRY_S
+from allred.watch.start import own_address
 
-SocketAddress = tuple[Any, Any]  # the address family, and the argument of socket.bind
+SocketAddress = tuple[Any, ...]  # the argument of socket.bind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +57,10 @@ class Joined:
             os.write(self.lifeline, b"up\n")
 
 
+_joined: Joined | None = None  # of the next init()
+_listeners: list[socket.socket] = []  # kept open until the end, so that no other program takes the address
+
+
 class _NotYetError(Exception):
     """No process answers at the address."""
 
@@ -70,7 +77,7 @@ class Connector:
         """Open an authenticated channel and send the hello. Raises _NotYetError if the caller should try again, else
         ConfigError or AllredError."""
         error: OSError | None = None
-        for _, address in where:
+        for address in where:
             try:
                 found = connect(address, PURPOSE, self._secret)
             except HandshakeError as caught:
@@ -225,7 +232,7 @@ def look_up(addresses: Mapping[str, str]) -> dict[str, list[SocketAddress]]:
         except OSError as error:
             unknown.append(f"{host} of {task} ({error.strerror})")
             continue
-        places[task] = [(family, where) for family, _, _, _, where in sorted(found, key=lambda f: f[0])]
+        places[task] = [where for *_, where in sorted(found, key=lambda f: f[0])]
     if unknown:
         raise ConfigError(
             f"unknown host on {socket.gethostname()}: {', '.join(unknown)}; write a name or number that all tasks know"
@@ -235,7 +242,7 @@ def look_up(addresses: Mapping[str, str]) -> dict[str, list[SocketAddress]]:
 
 def is_loopback(places: list[SocketAddress]) -> bool:
     """Return whether only this machine can connect to it."""
-    return all(ipaddress.ip_address(where[0].partition("%")[0]).is_loopback for _, where in places)
+    return all(ipaddress.ip_address(where[0].partition("%")[0]).is_loopback for where in places)
 
 
 def check_addresses(addresses: Mapping[str, str], places: Mapping[str, list[SocketAddress]], secret: str) -> None:
@@ -252,7 +259,7 @@ def check_addresses(addresses: Mapping[str, str], places: Mapping[str, list[Sock
     far = [task for task in places if task not in near]
     if near and far:
         raise ConfigError(
-            f"{addresses[near[0]]} of {near[0]} is this machine's loopback ({places[near[0]][0][1][0]}), which "
+            f"{addresses[near[0]]} of {near[0]} is this machine's loopback ({places[near[0]][0][0]}), which "
             f"{far[0]} at {addresses[far[0]]} cannot reach; write the address that {near[0]} has in the network"
         )
     if far and not secret:
@@ -264,11 +271,11 @@ def check_addresses(addresses: Mapping[str, str], places: Mapping[str, list[Sock
 
 def listen(task: str, address: str, places: list[SocketAddress]) -> socket.socket:
     """Listen at this task's address only. Raises ConfigError if that fails."""
-    family, where = places[0]
+    where = places[0]
     until = time.monotonic() + ADDRESS_FREE_S
     while True:
         try:
-            return socket.create_server(where[:2], family=family, backlog=128)
+            return socket.create_server(where[:2], family=channel.family(where), backlog=128)
         except OSError as error:
             if error.errno == errno.EADDRINUSE and time.monotonic() < until:
                 time.sleep(ADDRESS_RETRY_S)
@@ -294,3 +301,53 @@ def shared_memory_domain() -> str:
         with contextlib.suppress(OSError):
             found.append(os.readlink(f"/proc/self/ns/{space}"))
     return " ".join(found)
+
+
+def open_listener(on_one_host: bool, other_host: str) -> tuple[socket.socket, str]:
+    """Listen at a free port. Return the socket and its address, host:port. on_one_host: whether all tasks are on this
+    host. other_host: the host of another task."""
+    host = "127.0.0.1" if on_one_host else own_address([other_host])
+    listener = channel.open_listener(host)
+    return listener, f"{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+
+
+def prepare(addresses: Mapping[str, str], task: str, secret: str, listener: socket.socket | None = None) -> None:
+    """Wait until all tasks have called it; then the next init() joins them.
+
+    addresses: host:port of all tasks by name, in rank order. listener: the socket at this task's address, if it is open
+    already. Raises ConfigError if this task cannot take part, CollectiveTimeout at the time limit.
+    """
+    global _joined
+    settings = config.explicit_settings(os.environ, {})
+    limit_s = settings.get("start_timeout_s", config.Config.start_timeout_s)
+    library, problem = _mpi()
+    _joined = rendezvous(addresses, task, secret, limit_s, library, problem, listener)
+    if _joined.listener is not None:
+        _listeners.append(_joined.listener)
+    os.environ.update(_joined.environment)
+
+
+def take_joined() -> Joined | None:
+    """Return the result of `prepare` for init(), once; None without a rendezvous."""
+    global _joined
+    joined, _joined = _joined, None
+    return joined
+
+
+def _mpi() -> tuple[str, str]:
+    """Return the name of the MPI library, and why tasks cannot start without a launcher; "" if they can."""
+    library, is_running = mpi.load_library()
+    if is_running:
+        return library, (
+            "MPI is running already, started by `from mpi4py import MPI` in this program or a library, and tasks that "
+            'mpirun has not started cannot be joined then; call allred.Server() or init_process_group("allred") before '
+            "it, or use mpirun"
+        )
+    if not library or library.startswith("Open MPI"):
+        return library, (
+            f"tasks that mpirun has not started need MPICH, and this Python has {library or 'no MPI'}: "
+            "pip install 'allred[mpich]', or use mpirun"
+        )
+    if native.arm_exit is None:
+        return library, f"tasks that mpirun has not started need allred's C extension: {native.reason}"
+    return library, ""

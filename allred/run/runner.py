@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from allred.errors import AllredError, ConfigError
-from allred.run import host_list, job, mpirun, probe, restarts, torch_variables
+from allred.run import host_list, job, mpirun, restarts
 from allred.run.host_list import HostList
 from allred.run.job import Job
 from allred.run.resize import RequestSocket
@@ -183,12 +183,12 @@ class Runner:
 
     def _start(self, assigned: dict[str, int], listening: tuple[str, int, str]) -> End:
         """Start the job, and return how it ended."""
-        settings = {**self._options.settings, **torch_variables.settings(assigned, os.environ)}
+        settings = {**self._options.settings, **mpirun.settings(assigned, os.environ)}
         settings |= {"ALLRED_STARTS": str(self._starts), "ALLRED_JOB": self._options.name}
         address, port, secret = listening
         own = {VARIABLE: f"{address} {port} {secret}", "ALLRED_ELASTIC_DIR": self._commits}
         environ = {**os.environ, **settings, **own}
-        program = torch_variables.with_rank(self._options.program)
+        program = mpirun.with_rank(self._options.program)
         words = mpirun.command(self._launch, assigned, program, environ, mpirun.is_root(), self._options.forwards_all)
         self._assigned, self._hosts_changed = assigned, False
         name = f"start {self._starts} of {self._options.name}" if self._starts > 1 else self._options.name
@@ -237,7 +237,7 @@ class Runner:
         self._read_hosts()
         lost = {name for name in self._hosts.slots if name in self._lost or name.partition(".")[0] in self._lost}
         if after_failure:
-            lost |= probe.unreachable(self._hosts.without(lost).slots, os.environ)
+            lost |= host_list.unreachable(self._hosts.without(lost).slots, os.environ)
         if lost:
             say(f"without {', '.join(sorted(lost))}: unreachable")
         return self._hosts.without(lost)

@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 from allred.errors import ConfigError
 from allred.launch.rendezvous_client import shared_memory_domain
@@ -30,6 +29,7 @@ from allred.spark.feed_queue import FEED_PURPOSE, FeedQueue, SpoolFile
 from allred.spark.outcomes import Outcome
 from allred.spark.rank_process import RankProcess
 from allred.spark.rank_program import RankSpec
+from allred.watch.process_state import ancestors, name
 
 PURPOSE = "spark"
 MAX_UNREAD_BYTES = 2**28  # Spark tasks wait while a worker has more bytes of files to read
@@ -40,7 +40,7 @@ class RankSupervisor:
 
     def __init__(self, spec: RankSpec, task: Connection) -> None:
         self._spec, self._task = spec, task
-        self._executor = _executor()
+        self._executor = next((pid for pid in ancestors(os.getpid()) if name(pid) == "java"), 0)
         self._queue = FeedQueue(MAX_UNREAD_BYTES)
         self._loop = Loop()
         self._driver: Channel | None = None
@@ -279,19 +279,6 @@ def _remove(files: list[str]) -> None:
     for path in files:
         with contextlib.suppress(OSError):
             os.unlink(path)
-
-
-def _executor() -> int:
-    """Return the process id of the executor, the first ancestor that is a Java program; 0 if there is none."""
-    pid = os.getppid()
-    while pid > 1:
-        with contextlib.suppress(OSError):
-            if Path(f"/proc/{pid}/comm").read_text().strip() == "java":
-                return pid
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-            continue
-        return 0
-    return 0
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from typing import Any
 from allred import native, world
 from allred.runtime.timings import DRAIN_S, FOLLOWER_LEAVE_S, LEAST_LEAVE_S, LEAVE_S, LINGER_READ_S
 from allred.watch import excepthook, runner_link
-from allred.watch.delayed_handlers import delayed_handlers
+from allred.watch.exit_callbacks import delayed_handlers
 
 _TELL, _AWAIT, _RELEASED, _STAY, _LINGER = range(5)  # as in csrc/python/exit.h
 

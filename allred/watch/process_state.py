@@ -11,6 +11,7 @@ import select
 import signal
 import struct
 import time
+from collections.abc import Iterator
 
 from allred.runtime.timings import STACK_S
 
@@ -21,7 +22,6 @@ _STATUS_EXIT_CODE = 49
 _TRIES = 20
 _LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "prterun", "orterun", "srun")
 _DAEMONS = ("hydra_pmi_proxy", "prted", "orted")  # which mpirun starts on every node
-_MOST_ANCESTORS = 16
 _ENDED = ("?", "Z", "X")  # states; "?": there is no such process
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
 _LIBRARY = re.compile(r"/lib/python|/site-packages/|/allred/|^<frozen")
@@ -76,15 +76,20 @@ def is_launcher(pid: int) -> bool:
     return name(pid) in _LAUNCHERS
 
 
+def ancestors(pid: int) -> Iterator[int]:
+    """Yield the parent of a process, the parent of that, and so on."""
+    while (pid := int(_status(pid)[1])) > 0:
+        yield pid
+
+
 def launcher_ancestors(pid: int) -> list[int]:
     """Return the nearest launcher above a process, and the launcher's daemons below that; [] if there are none."""
     found = []
-    for _ in range(_MOST_ANCESTORS):
-        pid = int(_status(pid)[1])
-        program = name(pid)
+    for above in ancestors(pid):
+        program = name(above)
         if program in _DAEMONS or program in _LAUNCHERS:
-            found.append(pid)
-        if pid <= 1 or program in _LAUNCHERS:
+            found.append(above)
+        if program in _LAUNCHERS:
             break
     return found
 

@@ -228,9 +228,7 @@ def test_a_task_restarted_while_its_job_runs_waits_for_its_end():
     with meeting_place() as address, contextlib.ExitStack() as stack:
 
         def come(task):
-            found = rendezvous_client.Connector(ADDRESSES, task, "s").connect(
-                [(socket.AF_INET, address)], **hello(task)
-            )
+            found = rendezvous_client.Connector(ADDRESSES, task, "s").connect([address], **hello(task))
             return stack.enter_context(contextlib.closing(found.connection)), found
 
         tasks = {task: come(task) for task in ADDRESSES}

@@ -8,9 +8,9 @@ import pytest
 
 from allred.cluster.processors import own_cores, usable_cores
 from allred.errors import AllredError, ConfigError
-from allred.run import command, host_list, mpirun, probe, restarts, torch_variables
+from allred.run import command, host_list, mpirun, restarts
 from allred.run.host_list import HostList
-from allred.run.reports import Reports
+from allred.run.job import Reports
 from allred.run.restarts import End, RestartPolicy
 from allred.run.runner import delete_commits
 from allred.watch import job_directory
@@ -110,12 +110,12 @@ def test_threads_of_blas_are_the_cores_of_a_rank_unless_they_are_given():
 
 def test_torchs_variables_name_the_first_host_and_keep_those_of_the_user():
     here = os.uname().nodename
-    found = torch_variables.settings({here: 2, "localhost": 1}, {})
+    found = mpirun.settings({here: 2, "localhost": 1}, {})
     assert (found["MASTER_ADDR"], found["WORLD_SIZE"]) == ("127.0.0.1", "3")
     assert 1024 < int(found["MASTER_PORT"]) < 32768
     given = {"MASTER_PORT": "1", "WORLD_SIZE": "7"}
-    assert torch_variables.settings({"198.51.100.1": 1, "localhost": 1}, given) == {"MASTER_ADDR": "198.51.100.1"}
-    assert torch_variables.settings({"localhost": 1, "198.51.100.1": 1}, given) != {"MASTER_ADDR": "localhost"}
+    assert mpirun.settings({"198.51.100.1": 1, "localhost": 1}, given) == {"MASTER_ADDR": "198.51.100.1"}
+    assert mpirun.settings({"localhost": 1, "198.51.100.1": 1}, given) != {"MASTER_ADDR": "localhost"}
 
 
 def options(**given):
@@ -253,8 +253,8 @@ def test_hosts_without_an_answer_are_found_with_the_agent_of_mpirun(tmp_path):
     agent.write_text('#!/bin/sh\n[ "$1" = 198.51.100.1 ]\n')
     agent.chmod(0o755)
     environ = {"HYDRA_LAUNCHER_EXEC": str(agent)}
-    assert probe.unreachable(["localhost", "198.51.100.1", "198.51.100.2"], environ) == {"198.51.100.2"}
-    assert probe.unreachable(["198.51.100.2"], {"PBS_NODEFILE": "x"}) == set()
+    assert host_list.unreachable(["localhost", "198.51.100.1", "198.51.100.2"], environ) == {"198.51.100.2"}
+    assert host_list.unreachable(["198.51.100.2"], {"PBS_NODEFILE": "x"}) == set()
 
 
 def test_entries_of_killed_watchers_are_removed(tmp_path, monkeypatch):
