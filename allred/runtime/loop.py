@@ -29,10 +29,11 @@ class Timer:
 
 
 class Loop:
-    """An event loop. Its methods are called by one thread, except `wake`."""
+    """An event loop. Its methods are called by one thread, except `wake`. now: the time at which the current or last
+    turn began; what had happened before is handled before its timers."""
 
     def __init__(self) -> None:
-        self._selector = selectors.DefaultSelector()
+        self._selector, self.now = selectors.DefaultSelector(), time.monotonic()
         self._timers: list[tuple[float, int, Timer]] = []  # a heap
         self._numbers = itertools.count()  # timers of the same time are called in the order of `after`
         self._pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -54,9 +55,8 @@ class Loop:
         return timer
 
     def turn(self, limit_s: float = float("inf")) -> float:
-        """Wait for a file or a timer, at most `limit_s` seconds, and make the calls. Return a time up to which all
-        events have been handled."""
-        now = time.monotonic()
+        """Wait for a file or a timer, at most `limit_s` seconds, and make the calls. Return `now`."""
+        self.now = now = time.monotonic()
         wait_s = min(limit_s, self._timers[0][0] - now if self._timers else float("inf"))
         for key, _ in self._selector.select(max(wait_s, 0.0) if wait_s < float("inf") else None):
             if self._selector.get_map().get(key.fd) is key:  # an earlier call may close it, and reuse its number

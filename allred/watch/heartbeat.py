@@ -6,7 +6,7 @@ of collectives. Else each side ends its own ranks, and the launcher (process.py)
 """
 
 from allred import wording
-from allred.runtime.timings import HEARTBEAT_PERIOD_S, LEAST_LOST_HOST_S, SILENT_HOST_S
+from allred.runtime.timings import LEAST_LOST_HOST_S, SILENT_HOST_S
 
 
 class Heartbeat:
@@ -19,15 +19,8 @@ class Heartbeat:
         self.host = host
         self.ranks: set[int] = set()  # of the other host
         self._limit_s = max(limit_s, LEAST_LOST_HOST_S)
-        self._heard_at = self._sent_at = now
+        self._heard_at = now
         self.is_silent = False  # and that was reported
-
-    def is_due(self, now: float) -> bool:
-        """Return whether a heartbeat has to be sent now. If so, it counts as sent."""
-        if now < self._sent_at + HEARTBEAT_PERIOD_S:
-            return False
-        self._sent_at = now
-        return True
 
     def heard(self, now: float) -> str:
         """Call when anything was received. Return the message that the host answers again, or ""."""

@@ -54,7 +54,7 @@ class Watcher:
         self._give_up_at = time.monotonic() + timings.FIRST_RANK_S
         self._last_death = 0.0
         self._launchers = Launchers()
-        self._ended_launcher, self._launcher_ended_at = "", float("inf")
+        self._ended_launcher = ""
         self._has_lost_host = False
         self._stderr = -1  # a descriptor of the job's stderr
         self._runner: Channel | None = None
@@ -69,6 +69,7 @@ class Watcher:
         unix.listen(1024)
         self._loop.on_input(unix, lambda: self._accept_rank(unix))
         self.port = 0
+        self._beat()
         if settings.chief and settings.address:
             tcp = open_listener(settings.address)
             self.port = tcp.getsockname()[1]
@@ -91,9 +92,6 @@ class Watcher:
                 self._report_verdict(self._job.verdict)
             if self._monitor is not None:
                 self._send(self._monitor.tick(now))
-            self._check_launcher(now)
-            self._beat(now)
-            self._lose_hosts(now)
             if now > self._last_death + timings.REPORT_DEATH_S:
                 self._print("")
         if self._monitor is not None:
@@ -106,9 +104,8 @@ class Watcher:
     @property
     def _is_quiet(self) -> bool:
         """Whether only events change anything, and no time is near."""
-        pending = self._heartbeats or self._stderr >= 0 or self._launcher_ended_at < float("inf")
         is_watched = self._monitor is not None and self._monitor.has_clients
-        return not pending and not is_watched and self._job is not None and self._job.is_quiet
+        return not is_watched and self._stderr < 0 and (self._job is None or self._job.is_quiet)
 
     @property
     def _has_failed(self) -> bool:
@@ -177,13 +174,11 @@ class Watcher:
 
     def _launcher_ended(self, name: str, pidfd: int) -> None:
         self._loop.remove(pidfd)
-        self._ended_launcher, self._launcher_ended_at = name, min(self._launcher_ended_at, time.monotonic())
+        self._ended_launcher = name
+        self._loop.after(timings.LAUNCHER_ENDS_RANKS_S, self._report_orphans)
 
-    def _check_launcher(self, now: float) -> None:
+    def _report_orphans(self) -> None:
         """Report that the launcher has ended, and this node's ranks have not."""
-        if now < self._launcher_ended_at + timings.LAUNCHER_ENDS_RANKS_S:
-            return
-        self._launcher_ended_at = float("inf")
         if left := [rank.number for rank in self._ranks.values() if not rank.dead and not rank.left]:
             how = f"has lost its launcher: {self._ended_launcher} has ended"
             self._report({"event": "orphaned", "rank": min(left), "how": how})
@@ -289,16 +284,14 @@ class Watcher:
                 self._open_stderr()
             self._report(event)
 
-    def _beat(self, now: float) -> None:
-        """Send heartbeats, and report hosts that have sent none."""
-        for link, heartbeat in self._heartbeats.items():
-            if heartbeat.is_due(now):
-                link.send({"event": "alive"} if link is self._chief else {"rank": None, "message": {"kind": "alive"}})
+    def _beat(self) -> None:
+        """Send heartbeats, and report hosts that have sent none. Give up those that were silent until the time limit;
+        once the job is ending, all silent hosts at once."""
+        self._loop.after(timings.HEARTBEAT_PERIOD_S, self._beat)
+        now = self._loop.now
+        for link, heartbeat in [*self._heartbeats.items()]:
+            link.send({"event": "alive"} if link is self._chief else {"rank": None, "message": {"kind": "alive"}})
             self._warn(heartbeat.check(now))
-
-    def _lose_hosts(self, now: float) -> None:
-        """Give up hosts that were silent until the time limit; once the job is ending, all silent hosts at once."""
-        for link, heartbeat in list(self._heartbeats.items()):
             if heartbeat.is_lost(now) or (self._has_failed and heartbeat.is_silent):
                 self._lose_host(link, now)
 

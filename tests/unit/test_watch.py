@@ -609,7 +609,9 @@ def test_a_watcher_handles_events_of_another_node():
         found.send({"event": "failed", "rank": 1, "code": 3, "words": "E", "traceback": ""})
         verdict = found.receive_one(time.monotonic() + 60)
         assert (verdict["rank"], verdict["message"]["kind"]) == (None, "verdict")
-        found.connection.close()
+        while found.receive_one(time.monotonic() + 60)["message"]["kind"] != "alive":
+            pass
+        found.close()
 
 
 SILENT = """
