@@ -43,4 +43,4 @@ class Connection:
 
 def open_job(name: str) -> Connection:
     """Connect to a job by its name; "" for the only one. Raises AllredError."""
-    return Connection(job_directory.choose(name, job_directory.entries(), "job"))
+    return Connection(job_directory.choose(name, job_directory.entries(job_directory.JOB), "job"))

@@ -23,7 +23,7 @@ from allred.errors import AllredError, ConfigError
 from allred.run import host_list, job, mpirun, restarts
 from allred.run.host_list import HostList
 from allred.run.job import Job
-from allred.run.resize import RequestSocket
+from allred.run.resize import ResizeRequests
 from allred.run.restarts import End, RestartPolicy
 from allred.runtime.channel import Channel, Listener, Message, open_listener
 from allred.runtime.loop import Loop
@@ -106,7 +106,7 @@ class Runner:
     def run(self) -> int:
         """Run the job. Return its exit code."""
         job.adopt_orphans()
-        requests = RequestSocket(self._loop, self._options.name, self._answer)
+        requests = ResizeRequests(self._loop, self._options.name, self._answer)
         previous = {number: signal.signal(number, self._note_signal) for number in (*STOP_SIGNALS, signal.SIGCHLD)}
         self._loop.wake_on_signals()
         if self._options.watches_hosts:

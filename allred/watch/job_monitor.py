@@ -44,7 +44,7 @@ class JobMonitor:
     def publish(self) -> None:
         """Write the file by which monitors find this process."""
         with contextlib.suppress(AllredError, OSError):  # then the job has no monitors
-            self._file = job_directory.write_entry(self._about["job"], self._entry)
+            self._file = job_directory.write_entry(self._about["job"], job_directory.JOB, self._entry)
 
     @property
     def has_clients(self) -> bool:

@@ -18,7 +18,7 @@ from allred.runtime.timings import STACK_S
 _PIDFD_GET_INFO = 3 << 30 | 64 << 16 | 0xFF << 8 | 11  # Linux 6.13
 _PIDFD_INFO_EXIT = 1 << 3  # Linux 6.15
 _EXIT_CODE_AT = 60
-_STATUS_EXIT_CODE = 49
+_START_TIME, _STATUS_EXIT_CODE = 19, 49  # of the fields of /proc/PID/stat, from the state on
 _TRIES = 20
 _LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "prterun", "orterun", "srun")
 _DAEMONS = ("hydra_pmi_proxy", "prted", "orted")  # which mpirun starts on every node
@@ -138,6 +138,12 @@ def _status(pid: int) -> list[str]:
             return file.read().rpartition(")")[2].split()
     except OSError:
         return ["?", "0"]
+
+
+def start_time(pid: int) -> str:
+    """Return the time at which a process was started, which distinguishes it from later ones with its id; "" if it has
+    ended."""
+    return "".join(_status(pid)[_START_TIME : _START_TIME + 1])
 
 
 def halted(pid: int) -> str:
