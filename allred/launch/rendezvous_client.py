@@ -21,7 +21,7 @@ from allred.errors import AllredError, CollectiveTimeout, ConfigError
 from allred.launch.rendezvous_state import PURPOSE
 from allred.runtime import channel, detached
 from allred.runtime.channel import Channel, HandshakeError, connect
-from allred.runtime.timings import ADDRESS_FREE_S, ADDRESS_RETRY_S, AUTHENTICATE_S, REMIND_TASKS_S, RENDEZVOUS_RETRY_S
+from allred.runtime.timings import ADDRESS_FREE_S, AUTHENTICATE_S, REMIND_TASKS_S, RETRY_S
 from allred.watch.start import own_address
 
 SocketAddress = tuple[Any, ...]  # the argument of socket.bind
@@ -61,10 +61,6 @@ _joined: Joined | None = None  # of the next init()
 _listeners: list[socket.socket] = []  # kept open until the end, so that no other program takes the address
 
 
-class _NotYetError(Exception):
-    """No process answers at the address."""
-
-
 class Connector:
     """Connects `task` of the cluster with these addresses to the rendezvous process."""
 
@@ -74,7 +70,7 @@ class Connector:
         self._at = f"{self._first} ({addresses[self._first]})"
 
     def connect(self, where: list[SocketAddress], **hello: Any) -> Channel:
-        """Open an authenticated channel and send the hello. Raises _NotYetError if the caller should try again, else
+        """Open an authenticated channel and send the hello. Raises ConnectionError if the caller should try again, else
         ConfigError or AllredError."""
         error: OSError | None = None
         for address in where:
@@ -91,7 +87,7 @@ class Connector:
             raise AllredError(
                 f"{self._task}: the rendezvous process that it started at {self._at} has ended; start it again"
             )
-        raise _NotYetError(f"{self._at}: {getattr(error, 'strerror', None) or error}")
+        raise ConnectionError(f"{self._at}: {getattr(error, 'strerror', None) or error}")
 
 
 class _Waiting:
@@ -153,7 +149,7 @@ def rendezvous(
         listener = listener or listen(task, addresses[task], where[task])
     except ConfigError as error:
         if task != first:
-            with contextlib.suppress(_NotYetError, AllredError, OSError, ValueError):
+            with contextlib.suppress(AllredError, OSError, ValueError):
                 _answer(connector.connect(where[first], **hello, problem=str(error)))  # wait until it was read
         raise
     if task == first:
@@ -165,12 +161,12 @@ def rendezvous(
     try:
         pmi = connector.connect(where[first], rank=rank)
         _answer(pmi)
-    except (_NotYetError, OSError, ValueError) as error:
+        files = pmi.detach().detach(), lifeline.detach().detach()
+    except (OSError, ValueError) as error:
         raise AllredError(
             f"{task}: the connection to the process at {addresses[first]} failed before MPI started: {error}"
         ) from None
-    kept = None if task == first else listener
-    return Joined(rank, size, pmi.detach().detach(), lifeline.detach().detach(), kept)
+    return Joined(rank, size, *files, None if task == first else listener)
 
 
 def _answer(to: Channel) -> dict[str, Any]:
@@ -189,9 +185,9 @@ def _wait(connector: Connector, where: list[SocketAddress], hello: dict[str, Any
     """Connect and wait. Return the connection after all tasks have connected; None if the caller should try again."""
     try:
         lifeline = connector.connect(where, **hello)
-    except _NotYetError as error:
+    except ConnectionError as error:
         waiting.for_whom = str(error)
-        time.sleep(min(RENDEZVOUS_RETRY_S, waiting.seconds_to_wait()))
+        time.sleep(min(RETRY_S, waiting.seconds_to_wait()))
         return None
     try:
         while (messages := _next(lifeline, waiting.seconds_to_wait())) is not None:
@@ -278,7 +274,7 @@ def listen(task: str, address: str, places: list[SocketAddress]) -> socket.socke
             return socket.create_server(where[:2], family=channel.family(where), backlog=128)
         except OSError as error:
             if error.errno == errno.EADDRINUSE and time.monotonic() < until:
-                time.sleep(ADDRESS_RETRY_S)
+                time.sleep(RETRY_S)
                 continue
             why = os.strerror(error.errno) if error.errno else str(error)
             hint = "choose another port"

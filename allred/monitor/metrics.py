@@ -11,7 +11,7 @@ from typing import Any
 
 from allred.errors import AllredError
 from allred.monitor.connection import Connection, Snapshot, open_job
-from allred.runtime.timings import ADDRESS_FREE_S, ADDRESS_RETRY_S
+from allred.runtime.timings import ADDRESS_FREE_S, RETRY_S
 
 # Name of the metric: (key of a snapshot, meaning). All are counters since init() of this start, by rank.
 _SUMS = {
@@ -98,7 +98,7 @@ def main(job: str, address: str) -> None:
             except OSError as error:
                 if time.monotonic() > until:
                     return print(f"cannot listen on {host} port {port}: {error.strerror}", flush=True)
-                time.sleep(ADDRESS_RETRY_S)
+                time.sleep(RETRY_S)
         registry.register(Collector(connection))
         print("ok", flush=True)
         null = os.open(os.devnull, os.O_RDWR)

@@ -153,11 +153,6 @@ class Job:
             self._after(timings.MPIRUN_LOST_HOST_S, self.terminate)
 
     @property
-    def sessions(self) -> dict[int, int]:
-        """The ranks whose session is open, with the step at which it began."""
-        return {rank: step for reports in self._links.values() for rank, step in reports.sessions.items()}
-
-    @property
     def lost_hosts(self) -> set[str]:
         """The hosts that were unreachable until the time limit."""
         return {host for reports in self._reports for host in reports.lost_hosts}
@@ -222,7 +217,7 @@ class Job:
     def _kill(self) -> None:
         """Kill all processes, and again those that they have started meanwhile."""
         kill(descendants())
-        self._after(timings.KILL_AGAIN_S, self._kill)
+        self._after(timings.RETRY_S, self._kill)
 
     # The end.
 

@@ -79,9 +79,6 @@ class Channel:
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval_s)
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, timings.KEEPALIVE_COUNT)
 
-    def limit_resending(self, limit_s: float) -> None:
-        limit_resending(self.connection, limit_s)
-
     def serve(
         self,
         loop: Loop,
@@ -109,8 +106,10 @@ class Channel:
         self.connection.close()
 
     def detach(self) -> socket.socket:
-        """Return the connection, without a time limit, for bytes that are no messages."""
-        assert not self._received, "the peer has sent more than the answer"
+        """Return the connection, without a time limit, for bytes that are no messages. Raises ConnectionError if some
+        have arrived already."""
+        if self._received:
+            raise ConnectionError("the peer has sent more than its answer")
         self.connection.settimeout(None)
         return self.connection
 
@@ -185,7 +184,7 @@ def connect(address: Any, purpose: str, secret: str, limit_s: float = timings.AU
                 channel.longest = timings.LINE_BYTES
                 on_error.pop_all()
                 return channel
-        time.sleep(timings.RECONNECT_S)
+        time.sleep(timings.RETRY_S)
     raise ConnectionError("the listener closes each connection before authentication")
 
 

@@ -7,7 +7,7 @@ A name has one meaning. `_S` is in seconds; `_BYTES` and `_CHARS` limit messages
 
 AUTHENTICATE_S = 5.0  # from the connection to the first message of the connecting end
 SEND_S = 3.0  # a send to a peer that does not read; then the connection is closed
-RECONNECT_S = 0.05  # before a connection that was closed without a proof is tried again
+RETRY_S = 0.1  # between two attempts: to connect, to listen at a used address, to kill all processes of a job
 UNAUTHENTICATED_PEERS = 128  # connections that are not authenticated yet; one more closes the oldest
 UNAUTHENTICATED_BYTES = 2**12  # the longest line before authentication
 LINE_BYTES = 2**20  # the longest line after authentication
@@ -32,7 +32,6 @@ WATCHER_TICK_S = 0.05  # the longest interval between two looks at the state of 
 IDLE_TICK_S = 0.5  # the same while all ranks run, and none waits long
 STACK_S = 0.5  # for ranks to write their stacks
 SAMPLE_PERIOD_S = 0.25  # of the counters, while a monitor is connected
-COUNTERS_S = 2.0  # for the watchers of other nodes to send the counters
 SNAPSHOT_S = 10.0  # for the chief's watcher to answer a monitor
 HEARTBEAT_PERIOD_S = 0.5
 SILENT_HOST_S = 5.0  # without a heartbeat, until a message names the host
@@ -42,12 +41,11 @@ assert JSON_BYTES * (VERDICT_CHARS + WORDS_CHARS + ROLE_CHARS) < EVENT_BYTES, "a
 assert WELCOME_S > HELLO_S, "a rank waits while the watcher waits for the hello of another"
 assert WATCHER_TICK_S < HEARTBEAT_PERIOD_S < SILENT_HOST_S
 assert WATCHER_TICK_S < IDLE_TICK_S < FIRST_RANK_S
-assert SNAPSHOT_S > SAMPLE_PERIOD_S + COUNTERS_S + STACK_S
 
 # Long waits.
 
 REPORT_WAIT_S = 1.0  # a shorter wait is not reported to the watcher
-QUERY_S = 1.0  # for the watchers of other nodes to send the states of their ranks
+QUERY_S = 1.0  # for the watchers of other nodes to send the states or counters of their ranks
 LIMIT_VERDICT_S = 2.0  # for the watcher's answer to a wait that has reached its time limit
 AFTER_BUSY_S = 2.0  # no time limit ends the job this soon after a rank was busy: its failure may follow and comes first
 RECHECK_S = 0.5  # the shortest extension of such a wait
@@ -61,6 +59,7 @@ DESCRIPTOR_S = 10.0  # for a connected rank to pass a descriptor: it answers at 
 
 assert LIMIT_VERDICT_S > QUERY_S + STACK_S
 assert QUERY_S > STACK_S, "the state of a rank is its stack"
+assert SNAPSHOT_S > SAMPLE_PERIOD_S + QUERY_S + STACK_S
 
 # Verdicts: the first failure (watch/job_state.py).
 
@@ -83,30 +82,26 @@ HOLD_PERIOD_S = 0.5  # of the message `hold` to lingering ranks, while a rank is
 PRINT_HOLD_S = 5.0  # a hold of this length is printed
 OUTPUT_S = 0.1  # for mpirun to print the output of ranks that have unwound; it has no fixed order
 ABORT_S = 8.0  # from the release to the end of the job; then the watchers kill the ranks
-ABORT_LOST_HOST_S = 1.0  # the same, if a host is unreachable: its part of the launcher cannot answer
-ABORT_DEAD_RANK_S = 1.0  # the same, from the death of the released rank, which should have aborted the job
+ABORT_SOON_S = 1.0  # the same, if a host is unreachable, or after the death of the released rank
 LEAVE_S = 3.0  # from the failure of a rank to its end: threads and atexit functions may run
 LEAST_LEAVE_S = 0.5  # the same, from the end of Python's own atexit functions
 FOLLOWER_LEAVE_S = 10.0  # as LEAVE_S, if another rank has failed before; RELEASE_LIMIT_NS of csrc/python/exit.c
 DRAIN_S = 0.2  # between the last output of a rank and its abort; DRAIN_US of csrc/python/exit.c
-LINGER_READ_S = 0.5  # interval at which the thread of a lingering rank reads messages
-LOOK_AGAIN_S = 1.0  # the longest poll of such a rank: the signal handler may have read the message just before
+LINGER_READ_S = 0.5  # interval at which a lingering rank looks: its signal handler may have read the message already
 LAUNCHER_SIGNAL_S = 0.5  # for the launcher to end by itself, then for its end after SIGTERM
 FAILED_LAUNCHER_S = 30.0  # for the launcher of a job that failed to end by itself
 
 assert RELEASE_S > UNWIND_S + OUTPUT_S + WATCHER_TICK_S, "else a rank aborts the job before the others have unwound"
 assert FOLLOWER_LEAVE_S > LEAVE_S + RELEASE_S, "the failed rank ends the job, and its traceback comes last"
 assert max(RELEASE_S, LEAVE_S + DRAIN_S) < ABORT_S
-assert HOLD_PERIOD_S + max(LINGER_READ_S, LOOK_AGAIN_S) < RELEASE_S
+assert HOLD_PERIOD_S + LINGER_READ_S < RELEASE_S
 assert LEAST_LEAVE_S < LEAVE_S
 assert DRAIN_S >= OUTPUT_S
 
 # Tasks without a launcher (launch/).
 
 REMIND_TASKS_S = 5.0  # interval of the message that names the missing tasks
-RENDEZVOUS_RETRY_S = 0.2  # between two attempts to connect to the first task's address
 ADDRESS_FREE_S = 3.0  # how long the process of an earlier job may keep an address
-ADDRESS_RETRY_S = 0.1  # between two attempts to listen at it
 RENDEZVOUS_DEATH_S = 0.5  # before the others are ended in MPI_Init: they may fail with the same error
 
 assert RENDEZVOUS_DEATH_S > SAME_ERROR_S
@@ -120,7 +115,6 @@ MPIRUN_LOST_HOST_S = 10.0  # for mpirun to end after a host was lost: it may wai
 TERMINATE_S = 5.0  # from SIGTERM to SIGKILL
 REPORTS_S = 5.0  # for the last reports after mpirun has ended
 LEFTOVER_S = 10.0  # for processes that are left then, such as ranks that write a checkpoint
-KILL_AGAIN_S = 0.1  # until processes that have started meanwhile are killed too
 PROBE_S = 10.0  # for a host to start a process
 RESIZE_S = 10.0  # for `allred run` to answer `allred resize`
 RESTART_DELAY_S = 0.5  # before the first restart; doubles with each start that made no progress
@@ -128,7 +122,7 @@ LONGEST_RESTART_DELAY_S = 60.0
 PRINT_FIRST_S = 1.0  # by which other ranks end later than the one that prints: a launcher ends all with the first
 
 assert REPORTS_S > REPORT_DEATH_S + WATCHER_TICK_S, "a watcher reports until its end"
-assert MPIRUN_LOST_HOST_S > UNWIND_S + ABORT_LOST_HOST_S + 2 * LAUNCHER_SIGNAL_S, "the watchers end mpirun before"
+assert MPIRUN_LOST_HOST_S > UNWIND_S + ABORT_SOON_S + 2 * LAUNCHER_SIGNAL_S, "the watchers end mpirun before"
 assert max(ABORT_S, REPORTS_S) < LEFTOVER_S
 
 # Spark (spark/).

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 
 from allred.errors import ConfigError
 from allred.launch.rendezvous_client import shared_memory_domain
-from allred.runtime.channel import Channel, HandshakeError, Listener, Message, connect
+from allred.runtime.channel import Channel, HandshakeError, Listener, Message, connect, limit_resending
 from allred.runtime.loop import Loop, Timer
 from allred.runtime.timings import DRIVER_LOST_S, RANK_EXIT_S, REMIND_ROWS_S
 from allred.spark import outcomes
@@ -111,7 +111,7 @@ class RankSupervisor:
                 "a firewall between them must permit it"
             )
             return outcomes.of_exception(self._spec.rank, reason)
-        self._driver.limit_resending(DRIVER_LOST_S)
+        limit_resending(self._driver.connection, DRIVER_LOST_S)
         about = {"rank": self._spec.rank, "host": socket.gethostname(), "node": shared_memory_domain()}
         self._driver.send({**about, "directory": self._directory, "spool": self._spool})
         self._driver.connection.settimeout(None)

@@ -15,7 +15,7 @@ from allred.counters import Values
 from allred.errors import AllredError
 from allred.runtime.channel import Channel, Listener, open_listener
 from allred.runtime.loop import Loop
-from allred.runtime.timings import COUNTERS_S, SAMPLE_PERIOD_S
+from allred.runtime.timings import QUERY_S, SAMPLE_PERIOD_S
 from allred.watch import job_directory
 from allred.watch.records import Event
 
@@ -75,7 +75,7 @@ class JobMonitor:
 
     def tick(self, now: float) -> list[tuple[int | None, Event]]:
         """Return the messages to send now."""
-        if self._collecting and now > self._begun_at + COUNTERS_S:
+        if self._collecting and now > self._begun_at + QUERY_S:
             self._finish(now)
         if not self._clients:
             self._sampled_at = 0.0  # do not count the time without monitors as delay

@@ -247,7 +247,7 @@ class JobState:
                 self._continue_without(rank, LostRank(event["how"], event["code"], ""))
             else:
                 line += f" while it waited for the others to end, since it {before.how}\n{before.traceback}"
-            later_s = timings.ABORT_DEAD_RANK_S
+            later_s = timings.ABORT_SOON_S
             if follow and event["code"] in _LAUNCHER_KILL_CODES:
                 later_s = timings.LAUNCHER_ENDS_RANKS_S
                 self._notices.append((self._ranks.now + later_s, line))

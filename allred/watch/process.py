@@ -19,7 +19,7 @@ import stat
 import time
 
 from allred.runtime import timings
-from allred.runtime.channel import Channel, HandshakeError, Listener, connect, open_listener
+from allred.runtime.channel import Channel, HandshakeError, Listener, connect, limit_resending, open_listener
 from allred.runtime.detached import serve
 from allred.runtime.loop import Loop
 from allred.watch import process_state, runner_link
@@ -193,7 +193,7 @@ class Watcher:
             why = getattr(error, "strerror", None) or error
             where = f"at {address} port {port}"
             return self._continue_alone(f"cannot reach the watcher of the chief's node {where} ({why})")
-        self._chief.limit_resending(self._settings.limit_s)
+        limit_resending(self._chief.connection, self._settings.limit_s)
         self._chief.serve(self._loop, self._receive_from_chief, self._lose_chief)
         self._heartbeats[self._chief] = Heartbeat(time.monotonic(), self._settings.limit_s, chief["host"])
 
@@ -258,7 +258,7 @@ class Watcher:
             here[0].send({"kind": "print", "text": text})
 
     def _accept_watcher(self, link: Channel, events: list[Event]) -> None:
-        link.limit_resending(self._settings.limit_s)
+        limit_resending(link.connection, self._settings.limit_s)
         self._links.append(link)
         self._heartbeats[link] = Heartbeat(time.monotonic(), self._settings.limit_s)
         link.serve(self._loop, lambda events: self._handle_events(link, events), lambda error: self._lose_watcher(link))

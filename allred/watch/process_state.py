@@ -5,6 +5,7 @@ A rank writes its own Python stack into a pipe on a signal, with faulthandler, a
 
 import contextlib
 import fcntl
+import itertools
 import os
 import re
 import select
@@ -64,11 +65,8 @@ def _exit_status(pidfd: int, pid: int) -> int | None:
 
 def launcher(pid: int) -> list[int]:
     """Return the processes of the launcher above a process: its parent, and the parent of that if it is an mpirun."""
-    found = [int(_status(pid)[1])]
-    above = int(_status(found[0])[1])
-    if is_launcher(above):
-        found.append(above)
-    return found
+    found = [*itertools.islice(ancestors(pid), 2)]
+    return found[:1] + [above for above in found[1:] if is_launcher(above)]
 
 
 def is_launcher(pid: int) -> bool:

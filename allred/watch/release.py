@@ -24,7 +24,7 @@ class Release:
 
     def lose_host(self) -> None:
         """A host is unreachable: kill the ranks soon after the release."""
-        self._abort_s = timings.ABORT_LOST_HOST_S
+        self._abort_s = timings.ABORT_SOON_S
 
     def lose_launcher(self) -> None:
         """A launcher has ended: kill ranks that do not unwind."""
@@ -69,7 +69,7 @@ class Release:
 
     def _kill_if_late(self, released: int) -> None:
         record = self._ranks[released]
-        is_dead = record.end == "dead" and self._ranks.now >= record.end_at + timings.ABORT_DEAD_RANK_S
+        is_dead = record.end == "dead" and self._ranks.now >= record.end_at + timings.ABORT_SOON_S
         if is_dead or self._ranks.now >= self._released_at + self._abort_s:
             self._ranks.out.append((None, {"kind": "kill"}))
             self._released_at = record.end_at = float("inf")

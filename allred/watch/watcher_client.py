@@ -251,7 +251,7 @@ class WatcherClient:
     def _linger_while_others_run(self) -> None:
         """Wait while the others continue: until they have ended, or the watcher has."""
         while self.lingers and not self.linger_is_over():
-            self._await(timings.LOOK_AGAIN_S, self.linger_is_over)
+            self._await(timings.LINGER_READ_S, self.linger_is_over)
 
     def linger_is_over(self) -> bool:
         """Whether there is a verdict, the release, or no watcher."""

@@ -116,7 +116,7 @@ def test_an_unreachable_host_is_the_verdict_and_its_ranks_need_not_unwind():
     assert verdict["text"] == "host b (ranks 1-2) has been unreachable for 20 s"
     script.handle("unwound", 0, 20.1)
     assert script.take("release") == [(0, {"kind": "release"})]
-    script.tick(20.1 + timings.ABORT_LOST_HOST_S)  # the launcher waits for the host
+    script.tick(20.1 + timings.ABORT_SOON_S)  # the launcher waits for the host
     assert script.take("kill") == [(None, {"kind": "kill"})]
 
 
@@ -181,7 +181,7 @@ def test_the_job_does_not_end_while_a_rank_is_busy():
 
 
 @pytest.mark.parametrize(
-    ("dies", "at"), [(True, 1.0 + timings.ABORT_DEAD_RANK_S), (False, timings.OUTPUT_S + timings.ABORT_S)]
+    ("dies", "at"), [(True, 1.0 + timings.ABORT_SOON_S), (False, timings.OUTPUT_S + timings.ABORT_S)]
 )
 def test_ranks_that_outlive_the_abort_are_killed(dies, at):
     script = Script(size=2)
@@ -1033,7 +1033,7 @@ def test_the_death_of_an_expendable_rank_is_printed_and_the_others_continue():
     gone = {"kind": "gone", "rank": 2, "host": "host2", "how": "was killed by signal 9 (SIGKILL)", "code": 137}
     assert script.messages == [(None, gone), (None, spoken)]
     script.messages = []
-    script.tick(1.0 + timings.FIRST_DEATH_FAR_S + timings.ABORT_DEAD_RANK_S)
+    script.tick(1.0 + timings.FIRST_DEATH_FAR_S + timings.ABORT_SOON_S)
     assert script.messages == [(0, {"kind": "print", "text": "the other ranks continue without rank 2 (worker 1)"})]
     script.tick(1000.0)
     assert script.job.verdict is None
@@ -1331,7 +1331,7 @@ def test_a_monitor_is_answered_although_a_watcher_does_not_answer():
         monitor._requests.append((client, True))
         monitor.tick(1.0)
         monitor.take({"event": "counters", "number": 1, "ranks": {"0": monitored(Values(), "runs")}}, 1.1)
-        monitor.tick(1.0 + timings.COUNTERS_S + 0.1)
+        monitor.tick(1.0 + timings.QUERY_S + 0.1)
         monitor.close()
     [snapshot] = client.received
     assert [rank["state"] for rank in snapshot["ranks"]] == ["runs"]
