@@ -156,13 +156,13 @@ class ClusterMonitor:
 
     def raise_failure(self) -> None:
         """Raise RankFailure if a rank has failed, after the outcomes of the others have arrived."""
-        while self._failed_at < float("inf"):
-            if self.all_ended() or time.monotonic() > self._failed_at + OUTCOMES_S:
-                with self._changed:
-                    failure = outcomes.first_failure(self._outcomes.values())
-                assert failure is not None
-                raise RankFailure(failure)
-            time.sleep(_TICK_S)
+        if self._failed_at == float("inf"):
+            return
+        with self._changed:
+            self._changed.wait_for(self.all_ended, max(0.0, self._failed_at + OUTCOMES_S - time.monotonic()))
+            failure = outcomes.first_failure(self._outcomes.values())
+        assert failure is not None
+        raise RankFailure(failure)
 
     def wait_consumed(self, feed: int, limit_s: float) -> None:
         """Wait until all workers have read a feed. Raises CollectiveTimeout if one makes no progress."""

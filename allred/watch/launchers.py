@@ -5,13 +5,14 @@ may wait for that host forever. After a job on one node that failed, it ends a l
 for: Open MPI's prterun sometimes does not end if one rank calls MPI_Abort while another finalizes.
 
 A launcher is an ancestor of a rank at the time when the rank connects. A pidfd identifies it, so that no later process
-with the same number is meant.
+with the same number is meant. The watcher writes on the stderr of the job, which is the launcher's.
 """
 
 import contextlib
 import os
 import select
 import signal
+import stat
 import time
 
 from allred.runtime.timings import FAILED_LAUNCHER_S, LAUNCHER_SIGNAL_S
@@ -61,3 +62,35 @@ class Launchers:
                 if pidfd in ended:
                     poll.unregister(pidfd)
                     os.close(self._pidfds.pop(pid))
+
+
+_NULL = os.makedev(1, 3)
+
+
+def open_stderr(launcher: list[int], ranks: list[int]) -> int:
+    """Return a descriptor of the job's stderr, -1 if there is none. This process has none of its own.
+
+    launcher: processes of the launcher, the outermost last. Preferred is a pipe or terminal of the launcher, then of a
+    rank: the launcher lives longer; but if its stderr is a file, it may overwrite the line.
+    """
+    kinds = {pid: _kind(pid) for pid in (*reversed(launcher), *ranks)}
+    streams = [pid for pid, kind in kinds.items() if kind == "stream"]
+    files = [pid for pid, kind in kinds.items() if kind == "file"]
+    return next((opened for pid in (*streams, *files) if (opened := _open(pid)) >= 0), -1)
+
+
+def _kind(pid: int) -> str:
+    try:
+        status = os.stat(f"/proc/{pid}/fd/2")
+    except OSError:
+        return ""
+    if stat.S_ISCHR(status.st_mode) and status.st_rdev == _NULL:
+        return ""
+    return "file" if stat.S_ISREG(status.st_mode) else "stream"
+
+
+def _open(pid: int) -> int:
+    try:
+        return os.open(f"/proc/{pid}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:
+        return -1

@@ -15,7 +15,6 @@ import json
 import os
 import signal
 import socket
-import stat
 import time
 
 from allred.runtime import timings
@@ -26,7 +25,7 @@ from allred.watch import process_state, runner_link
 from allred.watch.heartbeat import Heartbeat
 from allred.watch.job_monitor import JobMonitor
 from allred.watch.job_state import JobState
-from allred.watch.launchers import Launchers
+from allred.watch.launchers import Launchers, open_stderr
 from allred.watch.rank import WatchedRank, owner
 from allred.watch.records import Event, WatcherSettings
 
@@ -403,35 +402,3 @@ class Watcher:
 def main() -> None:
     """See detached.py."""
     serve(lambda settings: Watcher(WatcherSettings(**settings)))
-
-
-_NULL = os.makedev(1, 3)
-
-
-def open_stderr(launcher: list[int], ranks: list[int]) -> int:
-    """Return a descriptor of the job's stderr, -1 if there is none. This process has none of its own.
-
-    launcher: processes of the launcher, the outermost last. Preferred is a pipe or terminal of the launcher, then of a
-    rank: the launcher lives longer; but if its stderr is a file, it may overwrite the line.
-    """
-    kinds = {pid: _kind(pid) for pid in (*reversed(launcher), *ranks)}
-    streams = [pid for pid, kind in kinds.items() if kind == "stream"]
-    files = [pid for pid, kind in kinds.items() if kind == "file"]
-    return next((opened for pid in (*streams, *files) if (opened := _open(pid)) >= 0), -1)
-
-
-def _kind(pid: int) -> str:
-    try:
-        status = os.stat(f"/proc/{pid}/fd/2")
-    except OSError:
-        return ""
-    if stat.S_ISCHR(status.st_mode) and status.st_rdev == _NULL:
-        return ""
-    return "file" if stat.S_ISREG(status.st_mode) else "stream"
-
-
-def _open(pid: int) -> int:
-    try:
-        return os.open(f"/proc/{pid}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    except OSError:
-        return -1
