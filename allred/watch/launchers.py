@@ -23,6 +23,11 @@ class Launchers:
     def __init__(self) -> None:
         self._pidfds: dict[int, int] = {}  # by process id
 
+    @property
+    def pids(self) -> list[int]:
+        """The processes, those that mpirun started first."""
+        return list(self._pidfds)
+
     def record(self, pid: int) -> dict[str, int]:
         """Open a pidfd for each launcher that is an ancestor of process `pid`. Return {name: pidfd} of the new ones. A
         pidfd becomes readable when the launcher ends."""
@@ -67,13 +72,13 @@ class Launchers:
 _NULL = os.makedev(1, 3)
 
 
-def open_stderr(launcher: list[int], ranks: list[int]) -> int:
+def open_stderr(launchers: list[int], ranks: list[int]) -> int:
     """Return a descriptor of the job's stderr, -1 if there is none. This process has none of its own.
 
-    launcher: processes of the launcher, the outermost last. Preferred is a pipe or terminal of the launcher, then of a
+    launchers: processes of the launcher, the outermost last. Preferred is a pipe or terminal of the launcher, then of a
     rank: the launcher lives longer; but if its stderr is a file, it may overwrite the line.
     """
-    kinds = {pid: _kind(pid) for pid in (*reversed(launcher), *ranks)}
+    kinds = {pid: _kind(pid) for pid in (*reversed(launchers), *ranks)}
     streams = [pid for pid, kind in kinds.items() if kind == "stream"]
     files = [pid for pid, kind in kinds.items() if kind == "file"]
     return next((opened for pid in (*streams, *files) if (opened := _open(pid)) >= 0), -1)

@@ -10,9 +10,9 @@ own ranks, and then its launcher.
 
 import contextlib
 import functools
-import hmac
 import json
 import os
+import secrets
 import signal
 import socket
 import time
@@ -104,7 +104,7 @@ class Watcher:
     def _is_quiet(self) -> bool:
         """Whether only events change anything, and no time is near."""
         is_watched = self._monitor is not None and self._monitor.has_clients
-        return not is_watched and self._stderr < 0 and (self._job is None or self._job.is_quiet)
+        return not is_watched and not self._last_death and (self._job is None or self._job.is_quiet)
 
     @property
     def _has_failed(self) -> bool:
@@ -134,7 +134,7 @@ class Watcher:
             connection.settimeout(timings.HELLO_S)
             data, files, _, _ = socket.recv_fds(connection, timings.EVENT_BYTES, 3)
             hello = json.loads(data)
-            if not hmac.compare_digest(hello["token"], self._settings.token):
+            if not secrets.compare_digest(hello["token"], self._settings.token):
                 raise ValueError
             rank = WatchedRank(connection, hello, *files)
         except (OSError, ValueError, KeyError, TypeError):
@@ -224,6 +224,8 @@ class Watcher:
             self._runner.serve(self._loop, self._receive_from_runner, self._lose_runner)
 
     def _receive_from_runner(self, messages: list[Event]) -> None:
+        if not all({"kind", "rank"} <= message.keys() for message in messages):
+            raise ValueError("a message without kind or rank")
         self._send([(message["rank"], message) for message in messages])
 
     def _lose_runner(self, error: Exception) -> None:
@@ -386,8 +388,7 @@ class Watcher:
         """Open the stderr of the job. At a death, because the launcher may end in a moment."""
         if self._stderr < 0:
             living = [rank.pid for rank in self._ranks.values() if not rank.dead]
-            launchers = [pid for rank in self._ranks.values() for pid in rank.launcher if self._settings.launcher]
-            self._stderr = open_stderr(launchers, living)
+            self._stderr = open_stderr(self._launchers.pids, living)
             self._last_death = time.monotonic()
 
     def _print(self, line: str) -> None:

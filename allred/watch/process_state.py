@@ -5,7 +5,6 @@ A rank writes its own Python stack into a pipe on a signal, with faulthandler, a
 
 import contextlib
 import fcntl
-import itertools
 import os
 import re
 import select
@@ -61,12 +60,6 @@ def _exit_status(pidfd: int, pid: int) -> int | None:
                 return int(struct.unpack_from("i", info, _EXIT_CODE_AT)[0])
         time.sleep(0.001)
     return None
-
-
-def launcher(pid: int) -> list[int]:
-    """Return the processes of the launcher above a process: its parent, and the parent of that if it is an mpirun."""
-    found = [*itertools.islice(ancestors(pid), 2)]
-    return found[:1] + [above for above in found[1:] if is_launcher(above)]
 
 
 def is_launcher(pid: int) -> bool:

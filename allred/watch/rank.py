@@ -35,7 +35,6 @@ class WatchedRank:
         self.role = ""
         self.pid, _ = owner(connection)
         self.hung_up_at = 0.0  # the last thread of its process may end much later
-        self.launcher = process_state.launcher(self.pid)
         os.set_blocking(pipe, False)
         self._counters = CountersReader(counters)
 

@@ -180,11 +180,11 @@ def test_no_modules_import_each_other():
     assert cycle_in(edges) == []
 
 
-# Modules that have one user, so that there is one event loop and one authenticated channel. The watcher compares
-# tokens. rank_output.py becomes the program of the rank, and imports nothing of allred, which would delay each start.
+# Modules that have one user, so that there is one event loop and one authenticated channel. rank_output.py becomes the
+# program of the rank, and imports nothing of allred, which would delay each start.
 ONE_MECHANISM = {
     "selectors": {"allred.runtime.loop", "allred.run.rank_output"},
-    "hmac": {"allred.runtime.channel", "allred.watch.process"},
+    "hmac": {"allred.runtime.channel"},
 }
 
 

@@ -478,7 +478,7 @@ def test_a_stopped_process():
         os.kill(child.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, child.pid, os.WSTOPPED)
         assert process_state.halted(child.pid) == f"stopped (kill -CONT {child.pid} continues it)"
-        assert process_state.launcher(child.pid)[0] == os.getpid()
+        assert next(process_state.ancestors(child.pid)) == os.getpid()
         child.kill()
     assert process_state.halted(child.pid) == ""
 
@@ -767,8 +767,9 @@ def test_a_watcher_without_a_core_for_a_while_prints_a_death(where, monkeypatch)
     ours, theirs = socket.socketpair()
     stderr, of_launcher = os.pipe()
     launcher = subprocess.Popen(["sleep", "60"], stderr=of_launcher)
-    rank = types.SimpleNamespace(number=0, pid=launcher.pid, launcher=[launcher.pid], dead="", left=False, gone=False)
+    rank = types.SimpleNamespace(number=0, pid=launcher.pid, dead="", left=False, gone=False)
     rank.send = lambda message: None
+    watcher._launchers._pidfds[launcher.pid] = os.pidfd_open(launcher.pid)
     watcher._ranks[0] = rank
     watcher._report({"event": "joined", "rank": 0, "host": "h"})
 
