@@ -82,7 +82,7 @@ class RendezvousServer:
             self._pmi = Pmi(self._state.nodes())
             self._send_to_all({"go": True})
         else:
-            self._send_missing()
+            self._send_to_all({"missing": self._state.missing()})
 
     # Tasks.
 
@@ -90,9 +90,6 @@ class RendezvousServer:
         """Send a notice to the waiting tasks."""
         if not self._state.all_connected:
             self._send_to_all({"notice": text})
-
-    def _send_missing(self) -> None:
-        self._send_to_all({"missing": self._state.missing()})
 
     def _send_to_all(self, message: Message) -> None:
         for channel in self._tasks.values():
@@ -117,7 +114,7 @@ class RendezvousServer:
         elif name == self._first:
             self._on_first_task_end()
         else:
-            self._send_missing()
+            self._send_to_all({"missing": self._state.missing()})
 
     def _on_first_task_end(self) -> None:
         """The first task has ended. Unless all had connected, the others try to connect to its address again."""

@@ -196,7 +196,7 @@ class Job:
     def _daemons(self, children: Mapping[int, list[int]]) -> list[tuple[int, list[int]]]:
         """Return the launcher's processes on this host that start ranks, with these. children: of all processes."""
         starters = [self._process.pid, *children.get(self._process.pid, [])]
-        daemons = [pid for pid in starters if process_state.is_daemon(pid) or process_state.is_launcher(pid)]
+        daemons = [pid for pid in starters if process_state.starts_ranks(pid)]
         return [(pid, [child for child in children.get(pid, []) if child not in starters]) for pid in daemons]
 
     def request_stop(self, reason: str) -> bool:
@@ -216,7 +216,9 @@ class Job:
 
     def _kill(self) -> None:
         """Kill all processes, and again those that they have started meanwhile."""
-        kill(descendants())
+        for pid in descendants():
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
         self._after(timings.RETRY_S, self._kill)
 
     # The end.
@@ -303,9 +305,3 @@ def descendants() -> list[int]:
         found += new
         todo += new
     return found
-
-
-def kill(pids: Sequence[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)

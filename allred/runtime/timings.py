@@ -29,7 +29,8 @@ WELCOME_S = 10.0  # for the watcher to accept a rank
 FIRST_RANK_S = 60.0  # for the first rank to connect; else the watcher ends
 LEAST_MPI_INIT_S = 60.0  # of MPI_Init: ALLRED_TIMEOUT_S may be shorter than the start of many hosts
 WATCHER_TICK_S = 0.05  # the longest interval between two looks at the state of the job
-IDLE_TICK_S = 0.5  # the same while all ranks run, and none waits long
+IDLE_TICK_S = 0.5  # the same, IDLE_S after the last event: then nothing is pending that a moment later would harm
+IDLE_S = 15.0
 STACK_S = 0.5  # for ranks to write their stacks
 SAMPLE_PERIOD_S = 0.25  # of the counters, while a monitor is connected
 SNAPSHOT_S = 10.0  # for the chief's watcher to answer a monitor
@@ -37,10 +38,9 @@ HEARTBEAT_PERIOD_S = 0.5
 SILENT_HOST_S = 5.0  # without a heartbeat, until a message names the host
 LEAST_LOST_HOST_S = 2 * SILENT_HOST_S  # a silent host is lost no sooner, even if ALLRED_TIMEOUT_S is shorter
 
-assert JSON_BYTES * (VERDICT_CHARS + WORDS_CHARS + ROLE_CHARS) < EVENT_BYTES, "a verdict has its first line twice"
+assert JSON_BYTES * (VERDICT_CHARS + 2 * (WORDS_CHARS + ROLE_CHARS)) < EVENT_BYTES, "a verdict has its first line twice"
 assert WELCOME_S > HELLO_S, "a rank waits while the watcher waits for the hello of another"
 assert WATCHER_TICK_S < HEARTBEAT_PERIOD_S < SILENT_HOST_S
-assert WATCHER_TICK_S < IDLE_TICK_S < FIRST_RANK_S
 
 # Long waits.
 
@@ -94,6 +94,7 @@ FAILED_LAUNCHER_S = 30.0  # for the launcher of a job that failed to end by itse
 assert RELEASE_S > UNWIND_S + OUTPUT_S + WATCHER_TICK_S, "else a rank aborts the job before the others have unwound"
 assert FOLLOWER_LEAVE_S > LEAVE_S + RELEASE_S, "the failed rank ends the job, and its traceback comes last"
 assert max(RELEASE_S, LEAVE_S + DRAIN_S) < ABORT_S
+assert IDLE_S > UNWIND_S + ABORT_S + ABORT_SOON_S, "the end of a job is precise"
 assert HOLD_PERIOD_S + LINGER_READ_S < RELEASE_S
 assert LEAST_LEAVE_S < LEAVE_S
 assert DRAIN_S >= OUTPUT_S

@@ -46,10 +46,6 @@ class JobMonitor:
         with contextlib.suppress(AllredError, OSError):  # then the job has no monitors
             self._file = job_directory.write_entry(self._about["job"], job_directory.JOB, self._entry)
 
-    @property
-    def has_clients(self) -> bool:
-        return bool(self._clients)
-
     def close(self) -> None:
         """Remove the file, and listen no more."""
         self._listener.close()

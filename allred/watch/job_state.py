@@ -98,12 +98,6 @@ class JobState:
             "session": lambda rank, _: None,  # for `allred run` only
         }  # fmt: skip
 
-    @property
-    def is_quiet(self) -> bool:
-        """Whether only an event changes anything: all ranks run, and none waits long."""
-        pending = self.verdict or self._deaths or self._notices or self._ranks.out or self._stalls.has_query
-        return not pending and not any(record.end or record.waits_in for record in self._ranks.values())
-
     def handle(self, event: Event, now: float) -> None:
         """Handle an event. Messages are sent at the next tick, because thousands of ranks may send events at once."""
         self._ranks.now = now

@@ -51,7 +51,7 @@ class Watcher:
         self._gone: dict[int, Event] = {}  # expendable ranks that are gone, with the message
         self._has_verdict = False  # so the job ends
         self._give_up_at = time.monotonic() + timings.FIRST_RANK_S
-        self._last_death = 0.0
+        self._last_death = self._last_event = 0.0
         self._launchers = Launchers()
         self._ended_launcher = ""
         self._has_lost_host = False
@@ -85,7 +85,8 @@ class Watcher:
         if self._monitor is not None:
             self._monitor.publish()
         while not self._is_done(now):
-            now = self._loop.turn(timings.IDLE_TICK_S if self._is_quiet else timings.WATCHER_TICK_S)
+            is_idle = now > self._last_event + timings.IDLE_S
+            now = self._loop.turn(timings.IDLE_TICK_S if is_idle else timings.WATCHER_TICK_S)
             if self._job is not None:
                 self._send(self._job.tick(now))
                 self._report_verdict(self._job.verdict)
@@ -99,12 +100,6 @@ class Watcher:
             self._launchers.end()
         elif self._settings.launcher and self._settings.nodes == 1 and self._has_failed:
             self._launchers.end_childless()
-
-    @property
-    def _is_quiet(self) -> bool:
-        """Whether only events change anything, and no time is near."""
-        is_watched = self._monitor is not None and self._monitor.has_clients
-        return not is_watched and not self._last_death and (self._job is None or self._job.is_quiet)
 
     @property
     def _has_failed(self) -> bool:
@@ -316,6 +311,7 @@ class Watcher:
     # Events up, messages down.
 
     def _report(self, event: Event) -> None:
+        self._last_event = time.monotonic()
         needs_answer = event["event"] in ("failed", "limit")
         if needs_answer and self._chief is not None and self._heartbeats[self._chief].is_silent:
             self._lose_host(self._chief, time.monotonic())

@@ -67,6 +67,11 @@ def is_launcher(pid: int) -> bool:
     return name(pid) in _LAUNCHERS
 
 
+def starts_ranks(pid: int) -> bool:
+    """Return whether a process is a launcher or its daemon, by its name."""
+    return name(pid) in (*_LAUNCHERS, *_DAEMONS)
+
+
 def ancestors(pid: int) -> Iterator[int]:
     """Yield the parent of a process, the parent of that, and so on."""
     while (pid := int(_status(pid)[1])) > 0:
@@ -77,10 +82,9 @@ def launcher_ancestors(pid: int) -> list[int]:
     """Return the nearest launcher above a process, and the launcher's daemons below that; [] if there are none."""
     found = []
     for above in ancestors(pid):
-        program = name(above)
-        if program in _DAEMONS or program in _LAUNCHERS:
+        if starts_ranks(above):
             found.append(above)
-        if program in _LAUNCHERS:
+        if is_launcher(above):
             break
     return found
 
@@ -106,11 +110,6 @@ def handles(pid: int, number: int) -> bool:
 def is_alive(pid: int) -> bool:
     """Return whether a process has not ended."""
     return _status(pid)[0] not in _ENDED
-
-
-def is_daemon(pid: int) -> bool:
-    """Return whether a process is the daemon of a launcher, by its name."""
-    return name(pid) in _DAEMONS
 
 
 def name(pid: int) -> str:

@@ -113,10 +113,6 @@ class Stalls:
 
     # Queries.
 
-    @property
-    def has_query(self) -> bool:
-        return self._query is not None
-
     def _begin_query(self, purpose: Event) -> None:
         self._query, self._query_until, self._states = purpose, self._ranks.now + QUERY_S, []
         self._queries += 1

@@ -72,7 +72,7 @@ class WatcherClient:
         self._raised = False
         self._again_s = 0.0  # seconds by which the watcher extends a wait that reached its limit
         self._held_at = -timings.RELEASE_S
-        self.on_stop: Callable[[str], None] = _do_nothing  # ends the session after the current step
+        self.on_stop: Callable[[str], None] | None = None  # ends the session after the current step
         self.is_exiting = False  # the program ends: raise nothing in it
         self._pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._wake, self._stack = _free_signals()
@@ -178,7 +178,7 @@ class WatcherClient:
             self._again_s = message["again_s"]
         elif message["kind"] == "hold":
             self._held_at = time.monotonic()
-        elif message["kind"] == "stop":
+        elif message["kind"] == "stop" and self.on_stop is not None:
             self.on_stop(message["reason"])
         elif message["kind"] == "gone":
             self.gone[message["rank"]] = message["how"]
@@ -205,7 +205,7 @@ class WatcherClient:
     def report_session(self, step: int, on_stop: Callable[[str], None] | None) -> None:
         """Report that a session begins or ends at this step. on_stop: called with the reason if the session has to end
         after the current step; None: it ends now."""
-        self.on_stop = on_stop or _do_nothing
+        self.on_stop = on_stop
         self.send("session", step=step, is_open=on_stop is not None)
 
     def report_failure(self, code: int, words: str, traceback: str = "") -> None:
@@ -314,10 +314,6 @@ class WatcherClient:
             self._socket.close()
             for end in self._pipe:
                 os.close(end)
-
-
-def _do_nothing(reason: str) -> None:
-    """Receive a stop request without a session."""
 
 
 def _may_receive_usr1() -> bool:

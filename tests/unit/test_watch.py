@@ -1344,27 +1344,13 @@ def test_a_rank_delays_those_that_wait_at_the_same_step():
     assert delaying({0: Values(steps=7), 1: Values(steps=7)}) == []
 
 
-@pytest.mark.parametrize(
-    ("pending", "over"),
-    [
-        (
-            {"event": "waiting", "what": "barrier() #5", "since_s": 1.0, "peers": True, "quiet": True},
-            {"event": "resumed"},
-        ),
-        ({"event": "left"}, None),
-        ({"event": "died", "how": "was killed", "code": 137, "ago_s": 0.0}, None),
-        ({"event": "failed", "code": 3, "words": "E", "traceback": ""}, None),
-    ],
-    ids=lambda event: event and event["event"],
-)
-def test_a_watcher_looks_seldom_while_all_ranks_run(pending, over):
-    script = Script()
-    script.tick(0.0)
-    assert script.job.is_quiet
-    script.handle(pending["event"], 1, 1.0, **{key: pending[key] for key in pending if key != "event"})
-    script.tick(1.0)
-    assert not script.job.is_quiet
-    if over is not None:
-        script.handle(over["event"], 1, 2.0)
-        script.tick(2.0)
-        assert script.job.is_quiet
+def test_a_watcher_looks_seldom_without_events(monkeypatch):
+    with running_watcher() as watcher:
+        limits, turn = [], watcher._loop.turn
+        monkeypatch.setattr(watcher._loop, "turn", lambda limit_s: [limits.append(limit_s), turn(limit_s)][1])
+        while len(limits) < 2:
+            time.sleep(0.01)
+        watcher._report({"event": "joined", "rank": 0, "host": "here"})
+        while len(limits) < 4:
+            time.sleep(0.01)
+    assert (limits[0], limits[-1]) == (timings.IDLE_TICK_S, timings.WATCHER_TICK_S)
