@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> int:
         wanted = make_options(options)
         if options.dry_run:
             assigned = wanted.find_hosts().assign(wanted.target)
-            settings = {**wanted.settings, **mpirun.settings(assigned, os.environ)}
+            settings = {**wanted.settings, **mpirun.torch_variables(assigned, os.environ)}
             environ = {**os.environ, **settings}
             program = mpirun.with_rank(wanted.program)
             words = mpirun.command(launch, assigned, program, environ, mpirun.is_root())

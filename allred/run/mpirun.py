@@ -101,7 +101,7 @@ _PORTS = range(20000, 30000)  # no system gives them to outgoing connections
 _TRIES = 100
 
 
-def settings(ranks: Mapping[str, int], environ: Mapping[str, str]) -> dict[str, str]:
+def torch_variables(ranks: Mapping[str, int], environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that are the same on all ranks; not those that the user has set. ranks: their number on each
     host; rank 0 is on the first."""
     first = next(iter(ranks))

@@ -183,7 +183,7 @@ class Runner:
 
     def _start(self, assigned: dict[str, int], listening: tuple[str, int, str]) -> End:
         """Start the job, and return how it ended."""
-        settings = {**self._options.settings, **mpirun.settings(assigned, os.environ)}
+        settings = {**self._options.settings, **mpirun.torch_variables(assigned, os.environ)}
         settings |= {"ALLRED_STARTS": str(self._starts), "ALLRED_JOB": self._options.name}
         address, port, secret = listening
         own = {VARIABLE: f"{address} {port} {secret}", "ALLRED_ELASTIC_DIR": self._commits}

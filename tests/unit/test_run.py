@@ -116,12 +116,12 @@ def test_threads_of_blas_are_the_cores_of_a_rank_unless_they_are_given():
 
 def test_torchs_variables_name_the_first_host_and_keep_those_of_the_user():
     here = os.uname().nodename
-    found = mpirun.settings({here: 2, "localhost": 1}, {})
+    found = mpirun.torch_variables({here: 2, "localhost": 1}, {})
     assert (found["MASTER_ADDR"], found["WORLD_SIZE"]) == ("127.0.0.1", "3")
     assert 1024 < int(found["MASTER_PORT"]) < 32768
     given = {"MASTER_PORT": "1", "WORLD_SIZE": "7"}
-    assert mpirun.settings({"198.51.100.1": 1, "localhost": 1}, given) == {"MASTER_ADDR": "198.51.100.1"}
-    assert mpirun.settings({"localhost": 1, "198.51.100.1": 1}, given) != {"MASTER_ADDR": "localhost"}
+    assert mpirun.torch_variables({"198.51.100.1": 1, "localhost": 1}, given) == {"MASTER_ADDR": "198.51.100.1"}
+    assert mpirun.torch_variables({"localhost": 1, "198.51.100.1": 1}, given) != {"MASTER_ADDR": "localhost"}
 
 
 def options(**given):
