@@ -32,7 +32,7 @@ The first failure is the verdict of the job. There is at most one, and every ran
     1  a rank fails, dies, ends while others wait for it, or waits until its time limit: the verdict goes to all ranks.
        After a failure this takes SAME_ERROR_S, because often all ranks are about to raise the same error
     2  the ranks raise it, unwind, and report that. Each lingers, because a launcher ends a job with its first rank
-    3  PRINT_S after the last rank has unwound, or GRACE_S after the first, one rank is released: the failed one if
+    3  OUTPUT_S after the last rank has unwound, or UNWIND_S after the first, one rank is released: the failed one if
        possible; not before the busy ranks have finished
     4  the released rank prints its traceback, so that this comes last, and aborts the job with its exit code
 

@@ -39,6 +39,17 @@ def test_failure_handling_takes_its_times_from_the_table():
     assert {f"{path}: {name}" for path, text in of_failures.items() for name in constants(text)} == LOCAL
 
 
+def test_comments_name_times_of_the_table():
+    found = {
+        f"{path}: {name}"
+        for path, text in sources().items()
+        if path.startswith(FAILURE_HANDLING)
+        for name in re.findall(r"\b[A-Z][A-Z_]*_S\b", text)
+        if name not in NAMES and not name.startswith("ALLRED_")
+    }
+    assert found == set()
+
+
 def test_every_time_is_used():
     text = "".join(text for path, text in sources().items() if path != "runtime/timings.py")
     assert {name for name in NAMES if not re.search(rf"\b{name}\b", text)} == {"JSON_BYTES"}, "only in assertions"
