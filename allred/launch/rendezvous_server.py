@@ -100,7 +100,7 @@ class RendezvousServer:
             if word not in ("up", "left"):
                 raise ValueError(word)
             {"up": self._state.mpi_started, "left": self._state.finished}[word](name)
-        self._end()
+        self._send_text(self._state.blocked_in_finalize(), "")
 
     def _on_task_end(self, name: str) -> None:
         del self._tasks[name]
@@ -110,7 +110,7 @@ class RendezvousServer:
         names, text = self._state.disconnect(name)
         if started:
             self._loop.after(RENDEZVOUS_DEATH_S, lambda: self._send_text(names, text))
-            self._end()
+            self._send_text(self._state.blocked_in_finalize(), "")
         elif name == self._first:
             self._on_first_task_end()
         else:
@@ -124,9 +124,6 @@ class RendezvousServer:
                 channel.close()
             self._tasks.clear()
             self._is_over = True
-
-    def _end(self) -> None:
-        self._send_text(self._state.blocked_in_finalize(), "")
 
     # MPI.
 

@@ -25,8 +25,6 @@ from allred.errors import AllredError, CollectiveTimeout, RemoteRankError
 from allred.runtime import timings
 from allred.watch import runner_link
 
-# The longest traceback (its end) and text of an event. JSON encodes a character in at most 12 bytes, and the message,
-# with the text twice, must be shorter than EVENT_BYTES.
 _F_SETOWN_EX, _F_OWNER_TID = 15, 0  # of Linux; the module fcntl lacks them
 
 
