@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from allred import launcher_variables
-
-_EXIT_DELAY_S = 1.0
+from allred.runtime.timings import PRINT_FIRST_S
 
 
 class Parser(argparse.ArgumentParser):
@@ -40,7 +39,7 @@ def fail(line: str, code: int = 2) -> int:
     if first_rank():
         print(line, end="\n" * bool(line), file=sys.stderr, flush=True)
     else:
-        time.sleep(_EXIT_DELAY_S)
+        time.sleep(PRINT_FIRST_S)
     return code
 
 

@@ -10,7 +10,7 @@ from allred.cluster import launcher, topology
 from allred.cluster.spec import CLIENT, SERVERS, ClusterSpec, Tasks, task_name, tf_config
 from allred.comm import functions
 from allred.errors import AllredError, ConfigError, InputError
-from allred.launch import before_init
+from allred.launch import rendezvous_client
 from allred.ps import context
 from allred.startup import Cluster, enter
 
@@ -141,6 +141,6 @@ def enter_rendezvous(
     listener: socket.socket | None = None,
     **arguments: Any,
 ) -> None:
-    """Join the other tasks without a launcher, as `init`; see `before_init.prepare`."""
-    before_init.prepare(addresses, task, secret, listener)
+    """Join the other tasks without a launcher, as `init`; see `rendezvous_client.prepare`."""
+    rendezvous_client.prepare(addresses, task, secret, listener)
     enter(None, cluster, **arguments)

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from allred import arena, detached, log, native, world
+from allred import arena, log, native, world
 from allred.cluster import mpi, processors, topology
 from allred.cluster.processors import Cores
 from allred.cluster.spec import CLIENT
@@ -28,12 +28,13 @@ from allred.comm.process_set import ProcessSets
 from allred.config import Config, explicit_settings, settle
 from allred.errors import AllredError, ConfigError, InputError
 from allred.gpu import streams
-from allred.launch import before_init
+from allred.launch import rendezvous_client
+from allred.runtime import detached
 from allred.watch import exit as exit_protocol
 from allred.watch import exit_callbacks, runner_link, shm_files
 from allred.watch import start as watch
-from allred.watch.delayed_handlers import delayed_handlers
 from allred.watch.excepthook import status_at_exit
+from allred.watch.exit_callbacks import delayed_handlers
 from allred.watch.start import startup_timeout
 from allred.wording import count
 from allred.world import World
@@ -114,7 +115,7 @@ def enter(comm: Any, cluster: Cluster | None = None, **arguments: Any) -> None:
     except ConfigError as error:
         settings = str(error)
     given = cluster or Cluster()
-    joined = before_init.take_joined()
+    joined = rendezvous_client.take_joined()
     if joined is not None:
         given = dataclasses.replace(given, lifeline=joined.lifeline)
     try:

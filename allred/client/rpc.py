@@ -24,9 +24,8 @@ from allred.comm.work import Polled, Steps, WorkQueue
 from allred.errors import AllredError, InputError
 from allred.ps.mpi_transport import CALL, REPLY, MpiTransport
 from allred.ps.run_steps import run_steps, wait_until
+from allred.runtime.timings import LAST_MESSAGE_S
 from allred.watch.start import set_role
-
-_LEAVE_S = 2.0  # time limit for sending a few bytes
 
 
 class _TaskLink:
@@ -139,7 +138,7 @@ class Dispatcher:
         for rank in self._group.workers:
             self._transport.send_parts(rank, CALL, pack(None, "the end"))
         _ended_dispatchers.append(self)
-        self._transport.flush(_LEAVE_S)
+        self._transport.flush(LAST_MESSAGE_S)
 
 
 def serve(group: ClientGroup) -> None:

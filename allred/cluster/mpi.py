@@ -12,6 +12,7 @@ from typing import Any
 from allred import log
 from allred.cluster import launcher
 from allred.errors import ConfigError, InputError
+from allred.runtime.timings import PRINT_FIRST_S
 from allred.wording import count
 
 # Open MPI's default algorithm of MPI_Iallreduce sends as a reduce and a broadcast, and `put` of its BTL tcp uses one
@@ -23,7 +24,6 @@ _SEVERAL_HOSTS = {
 
 # MPICH 5 takes 5.3 MiB of /dev/shm per rank (measured), or 1 MiB if much less is free; between both it may crash.
 _SHM_RANK_BYTES, _SHM_BYTES = 6 << 20, 16 << 20
-_WARN_FIRST_S = 1.0  # by which the others start MPI later: if one ends by the signal, mpirun kills all
 
 _HOST_FILE_4, _HOST_FILE_5 = "OMPI_MCA_orte_default_hostfile", "PRTE_MCA_prte_default_hostfile"
 
@@ -167,7 +167,7 @@ def _warn_of_small_shm(library: str, environ: Mapping[str, str]) -> None:
         if (free := status.f_bavail * status.f_frsize) >= needed:
             return
         if environ.get("MPI_LOCALRANKID", "0") != "0":
-            time.sleep(_WARN_FIRST_S)
+            time.sleep(PRINT_FIRST_S)
         else:
             log.rank_warning(
                 f"warning: /dev/shm of {socket.gethostname()} has {free >> 20} MiB left. MPICH may need "

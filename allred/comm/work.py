@@ -25,6 +25,7 @@ from allred.comm.header import OpDescriptor
 from allred.errors import AllredError, InputError
 from allred.gpu.launch_order import LaunchTurn
 from allred.gpu.streams import Completion
+from allred.runtime.timings import LOST_CONNECTION_S
 from allred.timeline.recorder import Operation, Track
 from allred.watch import exit as exit_protocol
 from allred.watch.wait import Awaited, Wait
@@ -40,7 +41,6 @@ SPIN_WAIT_S = 0.001
 _AWAKE_S = 0.1  # without progress for this long, start to sleep
 _SLEEP_SHARE = 0.01  # a sleep, as a share of the time since the last progress: it hardly prolongs a wait
 _LONGEST_SLEEP_S = 0.01
-_LOST_S = 2.0  # without progress, until a lost connection is an error: the watcher may report its cause before
 _ERROR_CHARS = 200  # of an earlier error in later ones
 _MAX_UNCHECKED = 64  # started operations, possibly complete, before the queue checks them
 _TWO_THREADS = "two threads use allred at once; use one, so that all ranks have the same order of operations"
@@ -346,7 +346,7 @@ class WorkQueue:
                         raise outcome
                     deadline = now + outcome
                 error = world.error()
-                if error is None and now - last_progress > _LOST_S:
+                if error is None and now - last_progress > LOST_CONNECTION_S:
                     error = self.connection_error()
                 if error is not None:
                     self.poison(str(error).partition("\n")[0])

@@ -2,6 +2,7 @@
 
 A process at the first task's address serves it (rendezvous_server.py). The result is two connections to this process:
 one with PMI-1 for the start of MPI, and one that reports the end of this task, and of the others during MPI_Init.
+`prepare` does that before init(), which starts MPI with it.
 """
 
 import contextlib
@@ -14,16 +15,16 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from allred import detached, log
-from allred.channel import AUTHENTICATE_S, Channel, HandshakeError, connect
+from allred import config, log, native
+from allred.cluster import mpi
 from allred.errors import AllredError, CollectiveTimeout, ConfigError
 from allred.launch.rendezvous_state import PURPOSE
+from allred.runtime import channel, detached
+from allred.runtime.channel import Channel, HandshakeError, connect
+from allred.runtime.timings import ADDRESS_FREE_S, AUTHENTICATE_S, REMIND_TASKS_S, RETRY_S
+from allred.watch.start import own_address
 
-REMIND_S = 5.0  # interval of the message that names the missing tasks
-_AGAIN_S = 0.2  # between two attempts to connect to the first task's address
-_FREE_S = 2.0  # how long the process of an earlier job may keep the address
-
-SocketAddress = tuple[Any, Any]  # the address family, and the argument of socket.bind
+SocketAddress = tuple[Any, ...]  # the argument of socket.bind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +57,8 @@ class Joined:
             os.write(self.lifeline, b"up\n")
 
 
-class _NotYetError(Exception):
-    """No process answers at the address."""
+_joined: Joined | None = None  # of the next init()
+_listeners: list[socket.socket] = []  # kept open until the end, so that no other program takes the address
 
 
 class Connector:
@@ -69,12 +70,12 @@ class Connector:
         self._at = f"{self._first} ({addresses[self._first]})"
 
     def connect(self, where: list[SocketAddress], **hello: Any) -> Channel:
-        """Open an authenticated channel and send the hello. Raises _NotYetError if the caller should try again, else
+        """Open an authenticated channel and send the hello. Raises ConnectionError if the caller should try again, else
         ConfigError or AllredError."""
         error: OSError | None = None
-        for family, address in where:
+        for address in where:
             try:
-                found = connect(family, address, PURPOSE, self._secret)
+                found = connect(address, PURPOSE, self._secret)
             except HandshakeError as caught:
                 raise ConfigError(f"{self._task}: the process at {self._at} {caught}") from None
             except OSError as caught:
@@ -86,7 +87,7 @@ class Connector:
             raise AllredError(
                 f"{self._task}: the rendezvous process that it started at {self._at} has ended; start it again"
             )
-        raise _NotYetError(f"{self._at}: {getattr(error, 'strerror', None) or error}")
+        raise ConnectionError(f"{self._at}: {getattr(error, 'strerror', None) or error}")
 
 
 class _Waiting:
@@ -95,7 +96,7 @@ class _Waiting:
     def __init__(self, task: str, limit_s: float, for_whom: str) -> None:
         self.for_whom = for_whom
         self._task, self._limit_s, self._begun = task, limit_s, time.monotonic()
-        self._remind_at = self._begun + REMIND_S
+        self._remind_at = self._begun + REMIND_TASKS_S
         self._notice = ""
 
     def seconds_to_wait(self) -> float:
@@ -111,7 +112,7 @@ class _Waiting:
             log.rank_warning(
                 f"{self._task} waits for {self.for_whom}, since {waited:.0f} s; for {self._limit_s:g} s at most"
             )
-            self._remind_at += REMIND_S
+            self._remind_at += REMIND_TASKS_S
         return max(0.01, min(self._remind_at - now, self._begun + self._limit_s - now))
 
     def print_notice(self, text: str) -> None:
@@ -148,7 +149,7 @@ def rendezvous(
         listener = listener or listen(task, addresses[task], where[task])
     except ConfigError as error:
         if task != first:
-            with contextlib.suppress(_NotYetError, AllredError, OSError, ValueError):
+            with contextlib.suppress(AllredError, OSError, ValueError):
                 _answer(connector.connect(where[first], **hello, problem=str(error)))  # wait until it was read
         raise
     if task == first:
@@ -160,14 +161,12 @@ def rendezvous(
     try:
         pmi = connector.connect(where[first], rank=rank)
         _answer(pmi)
-    except (_NotYetError, OSError, ValueError) as error:
+        files = pmi.detach().detach(), lifeline.detach().detach()
+    except (OSError, ValueError) as error:
         raise AllredError(
             f"{task}: the connection to the process at {addresses[first]} failed before MPI started: {error}"
         ) from None
-    for each in (pmi, lifeline):
-        each.connection.settimeout(None)
-    kept = None if task == first else listener
-    return Joined(rank, size, pmi.connection.detach(), lifeline.connection.detach(), kept)
+    return Joined(rank, size, *files, None if task == first else listener)
 
 
 def _answer(to: Channel) -> dict[str, Any]:
@@ -186,9 +185,9 @@ def _wait(connector: Connector, where: list[SocketAddress], hello: dict[str, Any
     """Connect and wait. Return the connection after all tasks have connected; None if the caller should try again."""
     try:
         lifeline = connector.connect(where, **hello)
-    except _NotYetError as error:
+    except ConnectionError as error:
         waiting.for_whom = str(error)
-        time.sleep(min(_AGAIN_S, waiting.seconds_to_wait()))
+        time.sleep(min(RETRY_S, waiting.seconds_to_wait()))
         return None
     try:
         while (messages := _next(lifeline, waiting.seconds_to_wait())) is not None:
@@ -229,7 +228,7 @@ def look_up(addresses: Mapping[str, str]) -> dict[str, list[SocketAddress]]:
         except OSError as error:
             unknown.append(f"{host} of {task} ({error.strerror})")
             continue
-        places[task] = [(family, where) for family, _, _, _, where in sorted(found, key=lambda f: f[0])]
+        places[task] = [where for *_, where in sorted(found, key=lambda f: f[0])]
     if unknown:
         raise ConfigError(
             f"unknown host on {socket.gethostname()}: {', '.join(unknown)}; write a name or number that all tasks know"
@@ -239,7 +238,7 @@ def look_up(addresses: Mapping[str, str]) -> dict[str, list[SocketAddress]]:
 
 def is_loopback(places: list[SocketAddress]) -> bool:
     """Return whether only this machine can connect to it."""
-    return all(ipaddress.ip_address(where[0].partition("%")[0]).is_loopback for _, where in places)
+    return all(ipaddress.ip_address(where[0].partition("%")[0]).is_loopback for where in places)
 
 
 def check_addresses(addresses: Mapping[str, str], places: Mapping[str, list[SocketAddress]], secret: str) -> None:
@@ -256,7 +255,7 @@ def check_addresses(addresses: Mapping[str, str], places: Mapping[str, list[Sock
     far = [task for task in places if task not in near]
     if near and far:
         raise ConfigError(
-            f"{addresses[near[0]]} of {near[0]} is this machine's loopback ({places[near[0]][0][1][0]}), which "
+            f"{addresses[near[0]]} of {near[0]} is this machine's loopback ({places[near[0]][0][0]}), which "
             f"{far[0]} at {addresses[far[0]]} cannot reach; write the address that {near[0]} has in the network"
         )
     if far and not secret:
@@ -268,14 +267,14 @@ def check_addresses(addresses: Mapping[str, str], places: Mapping[str, list[Sock
 
 def listen(task: str, address: str, places: list[SocketAddress]) -> socket.socket:
     """Listen at this task's address only. Raises ConfigError if that fails."""
-    family, where = places[0]
-    until = time.monotonic() + _FREE_S
+    where = places[0]
+    until = time.monotonic() + ADDRESS_FREE_S
     while True:
         try:
-            return socket.create_server(where[:2], family=family, backlog=128)
+            return socket.create_server(where[:2], family=channel.family(where), backlog=128)
         except OSError as error:
             if error.errno == errno.EADDRINUSE and time.monotonic() < until:
-                time.sleep(0.1)
+                time.sleep(RETRY_S)
                 continue
             why = os.strerror(error.errno) if error.errno else str(error)
             hint = "choose another port"
@@ -298,3 +297,53 @@ def shared_memory_domain() -> str:
         with contextlib.suppress(OSError):
             found.append(os.readlink(f"/proc/self/ns/{space}"))
     return " ".join(found)
+
+
+def open_listener(on_one_host: bool, other_host: str) -> tuple[socket.socket, str]:
+    """Listen at a free port. Return the socket and its address, host:port. on_one_host: whether all tasks are on this
+    host. other_host: the host of another task."""
+    host = "127.0.0.1" if on_one_host else own_address([other_host])
+    listener = channel.open_listener(host)
+    return listener, f"{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+
+
+def prepare(addresses: Mapping[str, str], task: str, secret: str, listener: socket.socket | None = None) -> None:
+    """Wait until all tasks have called it; then the next init() joins them.
+
+    addresses: host:port of all tasks by name, in rank order. listener: the socket at this task's address, if it is open
+    already. Raises ConfigError if this task cannot take part, CollectiveTimeout at the time limit.
+    """
+    global _joined
+    settings = config.explicit_settings(os.environ, {})
+    limit_s = settings.get("start_timeout_s", config.Config.start_timeout_s)
+    library, problem = _mpi()
+    _joined = rendezvous(addresses, task, secret, limit_s, library, problem, listener)
+    if _joined.listener is not None:
+        _listeners.append(_joined.listener)
+    os.environ.update(_joined.environment)
+
+
+def take_joined() -> Joined | None:
+    """Return the result of `prepare` for init(), once; None without a rendezvous."""
+    global _joined
+    joined, _joined = _joined, None
+    return joined
+
+
+def _mpi() -> tuple[str, str]:
+    """Return the name of the MPI library, and why tasks cannot start without a launcher; "" if they can."""
+    library, is_running = mpi.load_library()
+    if is_running:
+        return library, (
+            "MPI is running already, started by `from mpi4py import MPI` in this program or a library, and tasks that "
+            'mpirun has not started cannot be joined then; call allred.Server() or init_process_group("allred") before '
+            "it, or use mpirun"
+        )
+    if not library or library.startswith("Open MPI"):
+        return library, (
+            f"tasks that mpirun has not started need MPICH, and this Python has {library or 'no MPI'}: "
+            "pip install 'allred[mpich]', or use mpirun"
+        )
+    if native.arm_exit is None:
+        return library, f"tasks that mpirun has not started need allred's C extension: {native.reason}"
+    return library, ""

@@ -8,21 +8,17 @@ If the first task ends before all have connected, this process ends; the others 
 restarted while its job runs waits for the end of the job.
 """
 
-import contextlib
 import os
 import secrets
-import selectors
 import socket
-import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import ClassVar
 
-from allred.channel import Channel, Listener, dispatch
-from allred.detached import serve
 from allred.launch.rendezvous_state import PURPOSE, Message, RendezvousState
-
-DEATH_S = 0.5  # so that the others can fail with the same error before
-_TICK_S = 0.1
+from allred.runtime.channel import Channel, Listener
+from allred.runtime.detached import serve
+from allred.runtime.loop import Loop
+from allred.runtime.timings import RENDEZVOUS_DEATH_S
 
 
 class RendezvousServer:
@@ -32,45 +28,22 @@ class RendezvousServer:
         self._secret: str = settings["secret"]
         self._first = next(iter(settings["addresses"]))
         self._state = RendezvousState(settings["addresses"])
-        self._selector = selectors.DefaultSelector()
+        self._loop = Loop()
         self._tasks: dict[str, Channel] = {}
         self._pmi: Pmi | None = None
         self._pmi_channels: dict[int, Channel] = {}  # PMI-1 connections, by rank
-        self._later: list[tuple[float, list[str], str]] = []  # (time, tasks, message)
-        self._end_at = float("inf")
+        self._is_over = False  # the first task has ended, or another one after all had connected
         self._first_task = os.pidfd_open(settings["pid"])
-        self._selector.register(self._first_task, selectors.EVENT_READ, self._on_first_task_end)
+        self._loop.on_input(self._first_task, self._on_first_task_end)
         listening = socket.socket(fileno=settings["listener"])
-        self._listener = Listener(self._selector, listening, PURPOSE, self._secret, self._accept, self._refusal)
+        Listener(self._loop, listening, PURPOSE, self._secret, self._accept, self._refusal)
 
     answer: ClassVar[Message] = {}  # to the task that has started this process
 
     def run(self) -> None:
         """Run until all tasks have disconnected."""
-        while self._tasks or time.monotonic() < self._end_at:
-            dispatch(self._selector, _TICK_S)
-            self._listener.close_expired()
-            now = time.monotonic()
-            for _, names, text in [each for each in self._later if now >= each[0]]:
-                self._send_text(names, text)
-            self._later = [each for each in self._later if now < each[0]]
-
-    def _watch(self, channel: Channel, receive: Callable[[], object], on_close: Callable[[], object]) -> None:
-        """Call `receive` when data has arrived, and `on_close` at the end of the connection."""
-
-        def ready() -> None:
-            try:
-                receive()
-            except Exception:  # closed, or not the protocol: no bytes of a peer may end this process
-                self._close(channel)
-                on_close()
-
-        self._selector.register(channel.connection, selectors.EVENT_READ, ready)
-
-    def _close(self, channel: Channel) -> None:
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(channel.connection)
-        channel.connection.close()
+        while self._tasks or not self._is_over:
+            self._loop.turn()
 
     def _send_text(self, names: list[str], text: str) -> None:
         for name in names:
@@ -94,21 +67,22 @@ class RendezvousServer:
         if "rank" in hello:
             return self._accept_pmi(channel, hello)
         if late := self._state.wait_of_restarted(hello):
-            self._watch(channel, channel.receive, lambda: None)  # until this process ends
+            channel.serve(self._loop, lambda messages: None, lambda error: None)  # until this process ends
             return channel.send({"missing": [late]})
         refusal = self._state.connect(hello)
         if refusal:
             self._notice(refusal)
             channel.send({"refused": refusal})
-            return channel.connection.close()
+            return channel.close()
         name = hello["task"]
-        self._watch(channel, lambda: self._receive_from_task(name), lambda: self._on_task_end(name))
+        handle, lost = lambda words: self._handle_task(name, words), lambda error: self._on_task_end(name)
+        channel.serve(self._loop, handle, lost, channel.receive_lines)
         self._tasks[name] = channel
         if self._state.all_connected:
             self._pmi = Pmi(self._state.nodes())
             self._send_to_all({"go": True})
         else:
-            self._send_missing()
+            self._send_to_all({"missing": self._state.missing()})
 
     # Tasks.
 
@@ -117,58 +91,54 @@ class RendezvousServer:
         if not self._state.all_connected:
             self._send_to_all({"notice": text})
 
-    def _send_missing(self) -> None:
-        self._send_to_all({"missing": self._state.missing()})
-
     def _send_to_all(self, message: Message) -> None:
         for channel in self._tasks.values():
             channel.send(message)
 
-    def _receive_from_task(self, name: str) -> None:
-        for word in self._tasks[name].receive_lines():
+    def _handle_task(self, name: str, words: list[str]) -> None:
+        for word in words:
+            if word not in ("up", "left"):
+                raise ValueError(word)
             {"up": self._state.mpi_started, "left": self._state.finished}[word](name)
-        self._end()
+        self._send_text(self._state.blocked_in_finalize(), "")
 
     def _on_task_end(self, name: str) -> None:
         del self._tasks[name]
         started = self._state.all_connected
         if started:
-            self._end_at = time.monotonic()
+            self._is_over = True
         names, text = self._state.disconnect(name)
         if started:
-            self._later.append((time.monotonic() + DEATH_S, names, text))
-            self._end()
+            self._loop.after(RENDEZVOUS_DEATH_S, lambda: self._send_text(names, text))
+            self._send_text(self._state.blocked_in_finalize(), "")
         elif name == self._first:
             self._on_first_task_end()
         else:
-            self._send_missing()
+            self._send_to_all({"missing": self._state.missing()})
 
     def _on_first_task_end(self) -> None:
         """The first task has ended. Unless all had connected, the others try to connect to its address again."""
-        with contextlib.suppress(KeyError):
-            self._selector.unregister(self._first_task)
+        self._loop.remove(self._first_task)
         if not self._state.all_connected:
             for channel in self._tasks.values():
-                self._close(channel)
+                channel.close()
             self._tasks.clear()
-            self._end_at = time.monotonic()
-
-    def _end(self) -> None:
-        self._send_text(self._state.blocked_in_finalize(), "")
+            self._is_over = True
 
     # MPI.
 
     def _accept_pmi(self, channel: Channel, hello: Message) -> None:
         rank = int(hello["rank"])
         if self._pmi is None or rank in self._pmi_channels:
-            return channel.connection.close()
-        self._watch(channel, lambda: self._receive_pmi(rank), lambda: self._pmi_channels.pop(rank, None))
+            return channel.close()
+        handle, lost = lambda lines: self._handle_pmi(rank, lines), lambda error: self._pmi_channels.pop(rank, None)
+        channel.serve(self._loop, handle, lost, channel.receive_lines)
         self._pmi_channels[rank] = channel
         channel.send({"connected": True})
 
-    def _receive_pmi(self, rank: int) -> None:
+    def _handle_pmi(self, rank: int, lines: list[str]) -> None:
         assert self._pmi is not None
-        for line in self._pmi_channels[rank].receive_lines():
+        for line in lines:
             for other, answer in self._pmi.handle(rank, line):
                 if other in self._pmi_channels:
                     self._pmi_channels[other].send_line(answer)

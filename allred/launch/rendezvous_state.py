@@ -10,7 +10,7 @@ from typing import Any
 
 Message = dict[str, Any]
 
-PURPOSE = "rendezvous"  # of the channels to this process (allred.channel)
+PURPOSE = "rendezvous"  # of the channels to this process (allred.runtime.channel)
 
 
 @dataclasses.dataclass

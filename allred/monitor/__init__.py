@@ -4,16 +4,14 @@ Connection: the connection to the watcher of the job's chief, and the snapshots 
 """
 
 import contextlib
-import socket
 import time
 from typing import Any
 
-from allred.channel import HandshakeError, connect
 from allred.errors import AllredError
+from allred.runtime.channel import HandshakeError, connect
+from allred.runtime.timings import SNAPSHOT_S
 from allred.watch import job_directory
 from allred.watch.job_monitor import PURPOSE
-
-ANSWER_S = 10.0
 
 Snapshot = dict[str, Any]
 
@@ -24,7 +22,7 @@ class Connection:
     def __init__(self, entry: dict[str, Any]) -> None:
         self._job = entry["job"]
         try:
-            self._channel = connect(socket.AF_INET, ("127.0.0.1", entry["port"]), PURPOSE, entry["token"])
+            self._channel = connect(("127.0.0.1", entry["port"]), PURPOSE, entry["token"])
         except (HandshakeError, OSError) as error:
             raise AllredError(f"the watcher of job {self._job} does not answer: {error}") from None
 
@@ -33,7 +31,7 @@ class Connection:
         Raises AllredError if the job has ended."""
         self._channel.send({"states": states})
         try:
-            return self._channel.receive_one(time.monotonic() + ANSWER_S)
+            return self._channel.receive_one(time.monotonic() + SNAPSHOT_S)
         except (OSError, ValueError):
             raise AllredError(f"job {self._job} has ended") from None
 
@@ -48,4 +46,4 @@ class Connection:
 
 def open_job(name: str) -> Connection:
     """Connect to a job by its name; "" for the only one. Raises AllredError."""
-    return Connection(job_directory.choose(name, job_directory.entries(), "job"))
+    return Connection(job_directory.choose(name, job_directory.entries(job_directory.JOB), "job"))

@@ -11,8 +11,7 @@ from typing import Any
 
 from allred.errors import AllredError
 from allred.monitor import Connection, Snapshot, open_job
-
-BIND_S = 3.0  # the endpoint of the start before may still have the port
+from allred.runtime.timings import ADDRESS_FREE_S, RETRY_S
 
 # Name of the metric: (key of a snapshot, meaning). All are counters since init() of this start, by rank.
 _SUMS = {
@@ -91,7 +90,7 @@ def main(job: str, address: str) -> None:
         connection, lifeline = open_job(job), open_job(job)
         connection.snapshot(states=False)  # the watcher closes a connection without a first message
         registry = CollectorRegistry(auto_describe=False)
-        until = time.monotonic() + BIND_S
+        until = time.monotonic() + ADDRESS_FREE_S
         while True:
             try:
                 start_http_server(port, host, registry)
@@ -99,7 +98,7 @@ def main(job: str, address: str) -> None:
             except OSError as error:
                 if time.monotonic() > until:
                     return print(f"cannot listen on {host} port {port}: {error.strerror}", flush=True)
-                time.sleep(0.1)
+                time.sleep(RETRY_S)
         registry.register(Collector(connection))
         print("ok", flush=True)
         null = os.open(os.devnull, os.O_RDWR)

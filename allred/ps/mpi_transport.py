@@ -25,10 +25,10 @@ from allred.comm.work import Steps, spin_wait
 from allred.ps.protocol import RECORD_BYTES, Leave
 from allred.ps.run_steps import Condition
 from allred.ps.shard import CELL_BYTES
+from allred.runtime.timings import LAST_MESSAGE_S
 
 CALL, REPLY, BODY, STEP, STEP_REPLY, UP, DOWN = range(1, 8)  # tags
 _DEPTH = 4  # cells in flight in each direction
-_LEAVE_S = 2.0  # time limit for the message of a worker that leaves
 # Errors of a dead peer in an MPI that continues without it (Open MPI's ULFM). In other MPIs mpi4py maps them to
 # ERR_UNKNOWN.
 _DEATHS = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING} - {MPI.ERR_UNKNOWN}
@@ -165,7 +165,7 @@ def send_leave(comm: Any, servers: int) -> None:
     transport = MpiTransport(comm)
     for server in range(servers):
         transport.send(server, CALL, Leave())
-    transport.flush(_LEAVE_S)
+    transport.flush(LAST_MESSAGE_S)
 
 
 class _ByteStream:

@@ -21,16 +21,14 @@ from allred.ps.mpi_transport import CALL, STEP, MpiPort, MpiTransport
 from allred.ps.protocol import ControlRequest, unpack_request
 from allred.ps.run_steps import run_steps
 from allred.ps.step_handler import StepHandler, Turn
+from allred.runtime.timings import LAST_MESSAGE_S, SILENT_WORKER_S, SILENT_WORKER_TICK_S
 from allred.watch.wait import Awaited
 from allred.wording import named
 
-_END_S = 2.0  # time limit for the last replies; to a dead worker they never complete
 _NAP_US = 5000  # longest sleep on the doorbell of the mailboxes before MPI is tested
 _AWAKE_S = 0.1  # without mailboxes: time without requests before the loop sleeps between tests
 _IN_A_ROW = 16  # requests from mailboxes before MPI is tested
 _SLEEP_SHARE, _LONGEST_SLEEP_S = 0.01, 0.01  # such a sleep, as a share of the time since the last request; its limit
-TICK_S = 1.0  # the longest interval between two checks for silent workers
-_REPORT_S = 1.0  # time without a request before it is reported to the watcher
 
 
 class _GoneError(AllredError):
@@ -79,7 +77,7 @@ class ServerLoop:
                 self._advance_all()
             if self.control.waiting:
                 self.control.retry()
-        self._transport.flush(_END_S)
+        self._transport.flush(LAST_MESSAGE_S)
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if os.getpid() == self._process:
@@ -225,7 +223,7 @@ class SilentWorkers:
     def report_idle(self, describe_waits: Callable[[], str], now: float) -> None:
         """Report that there is no request. describe_waits: returns which workers wait for which, or ""."""
         watcher = world.watcher()
-        report_s = _REPORT_S if watcher is None else min(_REPORT_S, watcher.warn_s / 2)
+        report_s = SILENT_WORKER_S if watcher is None else min(SILENT_WORKER_S, watcher.warn_s / 2)
         if not self._reported and self.idle_s(now) > report_s:
             who = describe_waits()
             what = f"service: {who}" if who else "service, without a request"
@@ -242,8 +240,8 @@ class SilentWorkers:
         waits_here: False during another wait of this server, which has its own report and time limit. Raises
         CollectiveTimeout at the time limit if there is no watcher."""
         watcher = world.watcher()
-        warn_s = TICK_S if watcher is None else watcher.warn_s
-        self._next = now + min(TICK_S, warn_s / 4, self._timeout_s / 8)
+        warn_s = SILENT_WORKER_TICK_S if watcher is None else watcher.warn_s
+        self._next = now + min(SILENT_WORKER_TICK_S, warn_s / 4, self._timeout_s / 8)
         self._report_holds(awaited, now)
         if not waits_here:
             self._reported, self._reported_workers = "", []
@@ -255,7 +253,9 @@ class SilentWorkers:
             return
         self._ended_at = now if self._ended_at is None else self._ended_at
         silent = {worker: now - max(self._last[worker], self._ended_at) for worker in sorted(awaited)}
-        late = [worker for worker, for_s in silent.items() if for_s > min(_REPORT_S, warn_s / 2, self._timeout_s / 2)]
+        late = [
+            worker for worker, for_s in silent.items() if for_s > min(SILENT_WORKER_S, warn_s / 2, self._timeout_s / 2)
+        ]
         if not late:
             return
         has, its, waits = ("has", "its", "waits") if len(ended) == 1 else ("have", "their", "wait")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from allred.command_line import Parser, fail, parse
 from allred.errors import AllredError, ConfigError
-from allred.run import host_list, mpirun, torch_variables
+from allred.run import host_list, mpirun
 from allred.run.runner import JobOptions, Runner
 
 _DESCRIPTION = """\
@@ -63,9 +63,9 @@ def main(arguments: list[str]) -> int:
         wanted = make_options(options)
         if options.dry_run:
             assigned = wanted.find_hosts().assign(wanted.target)
-            settings = {**wanted.settings, **torch_variables.settings(assigned, os.environ)}
+            settings = {**wanted.settings, **mpirun.torch_variables(assigned, os.environ)}
             environ = {**os.environ, **settings}
-            program = torch_variables.with_rank(wanted.program)
+            program = mpirun.with_rank(wanted.program)
             words = mpirun.command(launch, assigned, program, environ, mpirun.is_root())
             print(mpirun.describe(settings, words))
             return 0

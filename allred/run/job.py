@@ -1,29 +1,23 @@
-"""One start of a job: mpirun and its processes, the reports of the ranks, and signals to them."""
+"""One start of a job: mpirun and its processes, the reports of the ranks, and signals to them. The reports pass through
+the watcher of the chief's node."""
 
 import contextlib
 import ctypes
 import os
-import selectors
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from allred.channel import Channel, Message
-from allred.run.reports import Reports
 from allred.run.restarts import End
+from allred.runtime import timings
+from allred.runtime.channel import Channel, Message
+from allred.runtime.loop import Loop, Timer
 from allred.watch import process_state
+from allred.wording import named
 
-REPORTS_S = 5.0  # for the last reports after mpirun has ended
-UNWIND_S = 10.0  # for processes that are left after mpirun has ended, such as ranks that write a checkpoint
-FIRST_LOOK_S, LOOK_S = 0.1, 1.0  # intervals of looks at the launcher's daemons: the first, and after doubling the last
-ORPHANED_S = 5.0  # for mpirun to end after its last child process: the program may leave a process
-LOST_HOST_S = 10.0  # for mpirun to end after a host was lost: it may wait for that host forever
-TERMINATE_S = 5.0  # from SIGTERM to SIGKILL
-# The connection to a host that is lost fails after 10 + 4 * 5 s.
-_KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4}
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -43,65 +37,120 @@ def _prepare() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-class Job:
-    """A running mpirun. words: its command. selector: of the event loop, which calls what is registered."""
+class Reports:
+    """The reports of the ranks of one world, from init() to shutdown() or the end of the program.
 
-    def __init__(self, words: Sequence[str], environ: Mapping[str, str], selector: selectors.BaseSelector) -> None:
+    size: the number of ranks. sessions: {rank: step} of those whose session is open. lost_hosts: hosts that were
+    unreachable until the time limit.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.sessions: dict[int, int] = {}
+        self.restored: int | None = None  # the step from which the session resumed
+        self.lost_hosts: set[str] = set()
+        self.code, self.text, self.exception = 0, "", ""  # of the failure that ended the job
+        self.step: int | None = None  # of the session of the rank that failed
+        self._hosts: dict[int, str] = {}
+        self._left: set[int] = set()
+        self._exceptions: dict[int, str] = {}
+        self._steps: dict[int, int] = {}
+
+    def handle(self, event: dict[str, Any]) -> None:
+        """Handle an event of the watcher (watch/job_state.py lists them), or `verdict`."""
+        kind, rank = event["event"], event["rank"]
+        if kind == "joined":
+            self._hosts[rank] = event["host"]
+        elif kind == "left":
+            self._left.add(rank)
+        elif kind == "failed":
+            self._exceptions[rank] = event["words"]
+        elif kind == "session":
+            self._handle_session(rank, event["step"], event["is_open"])
+        elif kind == "unreachable":
+            self.lost_hosts |= {self._hosts[each] for each in event["ranks"] if each in self._hosts}
+        elif kind == "verdict":
+            self.code, self.text = event["code"] or 1, event["text"].partition("\n")[0]
+            self.exception = self._exceptions.get(rank, "")
+            self.step = self._steps.get(rank)
+
+    def lose_chief(self) -> None:
+        """The connection to the host of rank 0 has failed. No effect if the end of the job was reported before."""
+        if not self.code and not self.is_success and 0 in self._hosts:
+            self.lost_hosts.add(self._hosts[0])
+            self.code, self.text = 1, f"host {self._hosts[0]} (rank 0) is unreachable"
+
+    def _handle_session(self, rank: int, step: int, is_open: bool) -> None:
+        self._steps[rank] = step
+        if is_open:
+            self.restored = step
+            self.sessions[rank] = step
+        else:
+            self.sessions.pop(rank, None)
+
+    @property
+    def have_joined(self) -> bool:
+        """Whether all ranks are watched, or have been."""
+        return len(self._hosts) == self.size
+
+    @property
+    def is_success(self) -> bool:
+        """Whether every rank has reported success."""
+        return not self.code and len(self._left) == len(self._hosts) == self.size
+
+    @property
+    def missing(self) -> str:
+        """The ranks that have reported neither success nor failure, for messages."""
+        ranks = [rank for rank in range(self.size) if rank not in self._left]
+        return f"{named('rank', ranks)} ended without a report"
+
+
+class Job:
+    """A running mpirun. words: its command. loop: SIGCHLD wakes it."""
+
+    def __init__(self, words: Sequence[str], environ: Mapping[str, str], loop: Loop) -> None:
         terminal = sys.stdin is None or sys.stdin.closed or sys.stdin.isatty()  # which a background session cannot read
         self._process = subprocess.Popen(
             words, env=environ, stdin=subprocess.DEVNULL if terminal else None, start_new_session=True,
             preexec_fn=_prepare,
         )  # fmt: skip
-        self._selector = selector
+        self._loop, self._timers = loop, list[Timer]()
         self._links: dict[Channel, Reports] = {}
         self._reports: list[Reports] = []
-        self._lost_at = float("inf")  # when a host or the daemon of the launcher was lost
-        self._lost = ""  # the daemon, with the ranks that are left
+        self._lost = ""  # the daemon of the launcher that was lost, with the ranks that are left
         self._ranks: dict[int, list[int]] = {}  # of this host, by the daemon that started them
-        self._look_at, self._look_s = 0.0, FIRST_LOOK_S
-        self._orphaned_at = float("inf")  # since when `_has_orphans`
+        self._orphaned_at = float("inf")  # since when mpirun has no child process, and this process has adopted some
         self._kept, self._has_passed = False, False  # a SIGUSR1; whether the ranks have received it
-        self._kill_at = float("inf")
+        self._is_terminated = self._is_over = False
+        self._look_at_daemons(timings.FIRST_LOOK_S)
+
+    def _after(self, seconds: float, call: Callable[[], object]) -> None:
+        """Call `call` later, unless this start of the job has ended."""
+        self._timers.append(self._loop.after(seconds, call))
 
     # Reports.
 
     def connect(self, link: Channel, messages: list[Message]) -> None:
         """Take the connection of the watcher of the chief's node. messages: its first ones."""
-        for option, value in _KEEPALIVE.items():
-            link.connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        link.keep_alive(*timings.CHIEF_KEEPALIVE_S)
         reports = Reports(messages[0]["size"])
         self._reports.append(reports)
         self._links[link] = reports
-        self._selector.register(link.connection, selectors.EVENT_READ, lambda: self._receive(link))
-        for event in messages[1:]:
-            reports.handle(event)
+        link.serve(self._loop, lambda events: self._handle(reports, events), lambda error: self._lose(link, error))
+        self._handle(reports, messages[1:])
 
-    def _receive(self, link: Channel) -> None:
-        try:
-            events = link.receive()
-        except (OSError, ValueError) as error:
-            reports = self._close(link)
-            if isinstance(error, OSError) and not isinstance(
-                error, ConnectionError
-            ):  # the watcher has not ended: the chief's host is lost
-                reports.lose_chief()
-                self._lost_at = time.monotonic()
-            return
+    def _handle(self, reports: Reports, events: list[Message]) -> None:
         for event in events:
-            self._links[link].handle(event)
+            reports.handle(event)
             if event["event"] == "unreachable":
-                self._lost_at = time.monotonic()
+                self._after(timings.MPIRUN_LOST_HOST_S, self.terminate)
+        self._pass_kept()
 
-    def _close(self, link: Channel) -> Reports:
-        """Close a connection. Return its reports."""
-        self._selector.unregister(link.connection)
-        link.connection.close()
-        return self._links.pop(link)
-
-    @property
-    def sessions(self) -> dict[int, int]:
-        """The ranks whose session is open, with the step at which it began."""
-        return {rank: step for reports in self._links.values() for rank, step in reports.sessions.items()}
+    def _lose(self, link: Channel, error: Exception) -> None:
+        reports = self._links.pop(link)
+        if isinstance(error, OSError) and not isinstance(error, ConnectionError):  # the watcher has not ended
+            reports.lose_chief()
+            self._after(timings.MPIRUN_LOST_HOST_S, self.terminate)
 
     @property
     def lost_hosts(self) -> set[str]:
@@ -127,7 +176,9 @@ class Job:
             self._process.send_signal(number)
 
     def _pass_kept(self) -> None:
-        """Pass the kept SIGUSR1 on to the next session; before, once, to a program that handles it by itself."""
+        """Pass a kept SIGUSR1 on to the next session; before, once, to a program that handles it by itself."""
+        if not self._kept:
+            return
         if self.request_stop(signal.SIGUSR1.name):
             self._kept = False
         elif self._has_passed:
@@ -137,16 +188,15 @@ class Job:
             for link in self._links if self._has_passed else ():
                 link.send({"kind": "signal", "number": signal.SIGUSR1, "rank": None})
         elif not self._reports:
-            ranks = [rank for _, children in self._daemons() for rank in children]
+            ranks = [rank for _, started in self._daemons(process_state.children()) for rank in started]
             self._has_passed = bool(ranks) and all(process_state.handles(rank, signal.SIGUSR1) for rank in ranks)
             if self._has_passed:
                 self._process.send_signal(signal.SIGUSR1)
 
-    def _daemons(self) -> list[tuple[int, list[int]]]:
-        """Return the launcher's processes on this host that start ranks, with these."""
-        children = process_state.children()
+    def _daemons(self, children: Mapping[int, list[int]]) -> list[tuple[int, list[int]]]:
+        """Return the launcher's processes on this host that start ranks, with these. children: of all processes."""
         starters = [self._process.pid, *children.get(self._process.pid, [])]
-        daemons = [pid for pid in starters if process_state.is_daemon(pid) or process_state.is_launcher(pid)]
+        daemons = [pid for pid in starters if process_state.starts_ranks(pid)]
         return [(pid, [child for child in children.get(pid, []) if child not in starters]) for pid in daemons]
 
     def request_stop(self, reason: str) -> bool:
@@ -159,67 +209,65 @@ class Job:
 
     def terminate(self) -> None:
         """End mpirun, and after TERMINATE_S all its processes."""
-        if self._kill_at == float("inf"):
+        if not self._is_terminated:
+            self._is_terminated = True
             self._process.terminate()
-            self._kill_at = time.monotonic() + TERMINATE_S
+            self._after(timings.TERMINATE_S, self._kill)
+
+    def _kill(self) -> None:
+        """Kill all processes, and again those that they have started meanwhile."""
+        for pid in descendants():
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        self._after(timings.RETRY_S, self._kill)
 
     # The end.
 
-    def is_running(self) -> bool:
-        """Return whether mpirun has not ended. Call it repeatedly: it ends what does not terminate."""
-        if self._process.poll() is None:
-            now = time.monotonic()
-            if self._kept:
-                self._pass_kept()
-            if not self._reports and now >= self._look_at:
-                self._look_at, self._look_s = now + self._look_s, min(2 * self._look_s, LOOK_S)
-                self._look_at_daemons()
-            if now >= self._lost_at + LOST_HOST_S:
-                self.terminate()
-            if now >= self._kill_at:
-                kill(descendants())
-        _reap(self._process.pid)
-        return self._process.poll() is None
+    def has_ended(self) -> bool:
+        """Return whether mpirun and all its processes have ended, and no more reports will arrive. Call it whenever a
+        signal or a message has arrived."""
+        is_running, has_children = self._process.poll() is None, _reap(self._process.pid)
+        if not (is_running or self._is_over):
+            self._is_over = True
+            self._after(timings.REPORTS_S, self._lose_chief)
+            self._after(timings.LEFTOVER_S, self._kill)
+        if is_running or has_children or self._links:
+            return False
+        for timer in self._timers:
+            timer.cancel()
+        return True
 
-    def _look_at_daemons(self) -> None:
+    def _lose_chief(self) -> None:
+        """A watcher ends after its ranks, so the chief's host is lost if one has not ended after mpirun."""
+        for link, reports in self._links.items():
+            link.close()
+            reports.lose_chief()
+        self._links.clear()
+
+    def _look_at_daemons(self, again_s: float) -> None:
         """Notice that a daemon of mpirun was killed, which mpirun may not notice, and that its ranks are left. After
         allred.init() the watchers do."""
-        found = {pid: ranks for pid, ranks in self._daemons() if pid != self._process.pid}
+        if self._is_over or self._reports:
+            return
+        self._after(again_s, lambda: self._look_at_daemons(min(2 * again_s, timings.LOOK_S)))
+        self._pass_kept()
+        children = process_state.children()
+        found = {pid: ranks for pid, ranks in self._daemons(children) if pid != self._process.pid}
         for daemon, ranks in self._ranks.items():
             if daemon not in found and any(map(process_state.is_alive, ranks)):
                 self._lose_daemon(f"process {daemon}, by which mpirun had started ranks on this host, was killed")
         self._ranks = found
-        if not self._has_orphans():
+        if self._process.pid in children or children.get(os.getpid(), []) == [self._process.pid]:
             self._orphaned_at = float("inf")
-        elif (now := time.monotonic()) >= self._orphaned_at + ORPHANED_S:  # killed before a look has seen it
+        elif (now := time.monotonic()) >= self._orphaned_at + timings.ORPHANED_S:  # killed before a look has seen it
             self._lose_daemon("the process by which mpirun had started ranks on this host was killed")
         else:
             self._orphaned_at = min(self._orphaned_at, now)
 
-    def _has_orphans(self) -> bool:
-        """Return whether mpirun has no child processes, but this process has adopted some."""
-        children = process_state.children()
-        return self._process.pid not in children and children.get(os.getpid(), []) != [self._process.pid]
-
     def _lose_daemon(self, text: str) -> None:
         if not self._lost:
-            self._lost, self._lost_at = text, time.monotonic()
-
-    def has_reported(self, since: float) -> bool:
-        """Return whether no more reports will arrive. since: when mpirun ended. A watcher ends after its ranks; if one
-        has not after REPORTS_S, the chief's host is lost."""
-        if time.monotonic() > since + REPORTS_S:
-            for link in list(self._links):
-                self._close(link).lose_chief()
-        return not self._links
-
-    def has_left(self, since: float) -> bool:
-        """Return whether all processes have ended; kills those that are left UNWIND_S after `since`."""
-        _reap(self._process.pid)
-        left = descendants()
-        if left and time.monotonic() > min(since + UNWIND_S, self._kill_at):
-            kill(left)
-        return not left
+            self._lost = text
+            self._after(timings.MPIRUN_LOST_HOST_S, self.terminate)
 
     def end(self) -> End:
         """Return how it ended."""
@@ -239,11 +287,13 @@ class Job:
         return End(code, f"every rank reported success, but mpirun ended with exit code {code}" if code else "")
 
 
-def _reap(kept: int) -> None:
-    """Collect the ends of adopted processes; not that of `kept`."""
+def _reap(kept: int) -> bool:
+    """Collect the ends of adopted processes; not that of `kept`. Return whether a child process is left."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != kept:
             os.waitpid(ended.si_pid, 0)
+        return True
+    return False
 
 
 def descendants() -> list[int]:
@@ -255,9 +305,3 @@ def descendants() -> list[int]:
         found += new
         todo += new
     return found
-
-
-def kill(pids: Sequence[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)

@@ -1,59 +1,47 @@
 """python -m allred resize: changes the number of ranks of a running job of `allred run`."""
 
 import argparse
-import contextlib
-import json
-import os
-import selectors
-import socket
+import secrets
+import time
 from collections.abc import Callable
-from pathlib import Path
 
 from allred.command_line import Parser, fail, parse
 from allred.errors import AllredError
+from allred.runtime.channel import Channel, HandshakeError, Listener, Message, connect, open_listener
+from allred.runtime.loop import Loop
+from allred.runtime.timings import RESIZE_S
 from allred.watch import job_directory
 
-LIMIT_S = 10.0
+PURPOSE = "resize"
 
 
-class RequestSocket:
-    """The socket of a running job, on which `allred resize` sends a request: a line of JSON.
+class ResizeRequests:
+    """The requests of `allred resize` to a running job.
 
     answer: called with the request; returns the answer, which the command prints, or raises AllredError."""
 
-    def __init__(self, selector: selectors.BaseSelector, name: str, answer: Callable[[dict[str, int]], str]) -> None:
-        self._answer = answer
-        self._path = job_directory.directory() / f"{name}{job_directory.SOCKET}"
-        if name in job_directory.run_sockets():
+    def __init__(self, loop: Loop, name: str, answer: Callable[[Message], str]) -> None:
+        if name in job_directory.entries(job_directory.RUN):
             raise AllredError(f"a job with the name {name!r} runs here already; choose another --name")
-        self._socket = socket.socket(socket.AF_UNIX)
+        self._answer, secret, listening = answer, secrets.token_hex(16), open_listener("127.0.0.1")
+        self._listener = Listener(loop, listening, PURPOSE, secret, self._admit)
+        entry = {"port": listening.getsockname()[1], "secret": secret}
         try:
-            self._socket.bind(str(self._path))
+            self._file = job_directory.write_entry(name, job_directory.RUN, entry)
         except OSError as error:
-            self._socket.close()
-            raise AllredError(
-                f"no socket for `allred resize` at {self._path}: {error}; choose a shorter --name"
-            ) from None
-        self._socket.listen(8)
-        self._socket.setblocking(False)
-        selector.register(self._socket, selectors.EVENT_READ, self._accept)
+            raise AllredError(f"`allred resize` cannot find this job: {error}; choose another --name") from None
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # not a request
-            connection, _ = self._socket.accept()
-            with connection:
-                connection.settimeout(1.0)
-                request = json.loads(connection.makefile().readline())
-                try:
-                    reply = {"text": self._answer(request), "code": 0}
-                except AllredError as error:
-                    reply = {"text": str(error), "code": 1}
-                connection.sendall(json.dumps(reply).encode() + b"\n")
+    def _admit(self, channel: Channel, messages: list[Message]) -> None:
+        try:
+            reply = {"text": self._answer(messages[0]), "code": 0}
+        except AllredError as error:
+            reply = {"text": str(error), "code": 1}
+        channel.send(reply)
+        channel.close()
 
     def close(self) -> None:
-        self._socket.close()
-        with contextlib.suppress(OSError):
-            os.unlink(self._path)
+        self._listener.close()
+        job_directory.remove_entry(self._file)
 
 
 def _parser(arguments: list[str]) -> argparse.Namespace:
@@ -73,20 +61,13 @@ def main(arguments: list[str]) -> int:
     if isinstance(options, int):
         return options
     try:
-        path = job_directory.choose(options.job, job_directory.run_sockets(), "`allred run`")
-        reply = _request(path, {"np": options.np})
-    except (AllredError, OSError, ValueError) as error:
+        job = job_directory.choose(options.job, job_directory.entries(job_directory.RUN), "`allred run`")
+        channel = connect(("127.0.0.1", job["port"]), PURPOSE, job["secret"])
+        channel.send({"np": options.np})
+        reply = channel.receive_one(time.monotonic() + RESIZE_S)
+    except (AllredError, HandshakeError, OSError, ValueError) as error:
         return fail(f"python -m allred resize: {error}", 1)
     if reply["code"]:
         return fail(f"python -m allred resize: {reply['text']}", 1)
     print(reply["text"])
     return 0
-
-
-def _request(path: Path, request: dict[str, int]) -> dict[str, str]:
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(LIMIT_S)
-        connection.connect(str(path))
-        connection.sendall(json.dumps(request).encode() + b"\n")
-        reply: dict[str, str] = json.loads(connection.makefile().readline())
-        return reply

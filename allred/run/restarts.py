@@ -2,8 +2,7 @@
 
 import dataclasses
 
-FIRST_DELAY_S = 0.5  # before the first restart; doubles with each start that made no progress
-LONGEST_DELAY_S = 60.0
+from allred.runtime.timings import LONGEST_RESTART_DELAY_S, RESTART_DELAY_S
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +56,7 @@ class RestartPolicy:
         progress = before is None or (end.restored or 0) > (before.restored or 0)
         self._unsuccessful = 0 if progress else self._unsuccessful + 1
         self.made += 1
-        return Decision(min(FIRST_DELAY_S * 2**self._unsuccessful, LONGEST_DELAY_S))
+        return Decision(min(RESTART_DELAY_S * 2**self._unsuccessful, LONGEST_RESTART_DELAY_S))
 
 
 def size(slots: int, target: int, min_np: int) -> int | None:

@@ -12,22 +12,22 @@ import contextlib
 import dataclasses
 import os
 import secrets
-import selectors
 import signal
-import socket
 import sys
 import time
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from allred.channel import Channel, Listener, Message, dispatch
 from allred.errors import AllredError, ConfigError
-from allred.run import host_list, job, mpirun, probe, restarts, torch_variables
+from allred.run import host_list, job, mpirun, restarts
 from allred.run.host_list import HostList
 from allred.run.job import Job
-from allred.run.resize import RequestSocket
+from allred.run.resize import ResizeRequests
 from allred.run.restarts import End, RestartPolicy
+from allred.runtime.channel import Channel, Listener, Message, open_listener
+from allred.runtime.loop import Loop
+from allred.runtime.timings import HOST_FILE_S
 from allred.watch.runner_link import PURPOSE, RESTART, VARIABLE
 from allred.watch.start import own_address
 from allred.wording import count
@@ -35,8 +35,6 @@ from allred.wording import count
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # The end of the terminal; the warning of Grid Engine's option -notify. A session does not handle these two.
 _PASSED_AS = {signal.SIGHUP: signal.SIGTERM, signal.SIGUSR2: signal.SIGUSR1}
-TICK_S = 0.1
-HOSTS_S = 1.0  # interval at which the host file is read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +85,7 @@ class Runner:
 
     def __init__(self, options: JobOptions, launch: mpirun.Launcher) -> None:
         self._options, self._launch = options, launch
-        self._selector = selectors.DefaultSelector()
+        self._loop = Loop()
         self._policy = RestartPolicy(options.restarts)
         self._starts = 1 + _requeued(os.environ)
         self._target = options.target
@@ -100,7 +98,6 @@ class Runner:
         self._resizes = False  # the session was asked to stop, because the job has to start again
         self._received: list[int] = []  # signals
         self._stops = False  # the user or the batch system ends the job
-        self._next_look = 0.0
         given = os.environ.get("ALLRED_ELASTIC_DIR")
         self._commits = given or os.path.abspath(f"{options.name}.commits")  # of programs with hvd.elastic
         self._owns_commits = not given
@@ -109,13 +106,17 @@ class Runner:
     def run(self) -> int:
         """Run the job. Return its exit code."""
         job.adopt_orphans()
-        requests = RequestSocket(self._selector, self._options.name, self._answer)
-        previous = {number: signal.signal(number, self._note_signal) for number in STOP_SIGNALS}
+        requests = ResizeRequests(self._loop, self._options.name, self._answer)
+        previous = {number: signal.signal(number, self._note_signal) for number in (*STOP_SIGNALS, signal.SIGCHLD)}
+        self._loop.wake_on_signals()
+        if self._options.watches_hosts:
+            self._look_at_hosts()
         try:
             listening = self._listen()
             return self._run_until_end(listening)
         finally:
             requests.close()
+            signal.set_wakeup_fd(-1)
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
@@ -123,9 +124,8 @@ class Runner:
         """Listen for the watcher of the chief's node. Return address, port and secret."""
         remote = [name for name in self._hosts.slots if not host_list.is_local(name)]
         address, secret = own_address(remote) if remote else "127.0.0.1", secrets.token_hex(16)
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listening = socket.create_server((address, 0), family=family)
-        self._listener = Listener(self._selector, listening, PURPOSE, secret, self._connect)
+        listening = open_listener(address)
+        Listener(self._loop, listening, PURPOSE, secret, self._connect)
         return address, listening.getsockname()[1], secret
 
     def _connect(self, link: Channel, messages: list[Message]) -> None:
@@ -183,46 +183,40 @@ class Runner:
 
     def _start(self, assigned: dict[str, int], listening: tuple[str, int, str]) -> End:
         """Start the job, and return how it ended."""
-        settings = {**self._options.settings, **torch_variables.settings(assigned, os.environ)}
+        settings = {**self._options.settings, **mpirun.torch_variables(assigned, os.environ)}
         settings |= {"ALLRED_STARTS": str(self._starts), "ALLRED_JOB": self._options.name}
         address, port, secret = listening
         own = {VARIABLE: f"{address} {port} {secret}", "ALLRED_ELASTIC_DIR": self._commits}
         environ = {**os.environ, **settings, **own}
-        program = torch_variables.with_rank(self._options.program)
+        program = mpirun.with_rank(self._options.program)
         words = mpirun.command(self._launch, assigned, program, environ, mpirun.is_root(), self._options.forwards_all)
         self._assigned, self._hosts_changed = assigned, False
         name = f"start {self._starts} of {self._options.name}" if self._starts > 1 else self._options.name
         where = f"{count(sum(assigned.values()), 'rank')} on {', '.join(assigned)}"
         say(f"{name}: {where}; {mpirun.describe(settings, words)}")
-        self._job = running = Job(words, environ, self._selector)
-        while running.is_running():
-            self._turn()
-        ended = time.monotonic()
-        while not (running.has_reported(ended) and running.has_left(ended)):
+        self._job = running = Job(words, environ, self._loop)
+        while not running.has_ended():
             self._turn()
         self._lost |= running.lost_hosts
         self._job = None
         return running.end()
 
-    def _turn(self) -> None:
+    def _turn(self, limit_s: float = float("inf")) -> None:
         """One turn of the event loop."""
-        dispatch(self._selector, TICK_S)
-        self._listener.close_expired()
+        self._loop.turn(limit_s)
         while self._received:
             self._handle_signal(self._received.pop(0))
-        if self._options.watches_hosts and time.monotonic() >= self._next_look:
-            self._next_look = time.monotonic() + HOSTS_S
-            self._look_at_hosts()
 
     def _wait(self, seconds: float) -> None:
         until = time.monotonic() + seconds
-        while time.monotonic() < until and not self._stops:
-            self._turn()
+        while (left_s := until - time.monotonic()) > 0 and not self._stops:
+            self._turn(left_s)
 
     # Signals.
 
     def _note_signal(self, number: int, frame: types.FrameType | None) -> None:
-        self._received.append(number)
+        if number != signal.SIGCHLD:
+            self._received.append(number)
 
     def _handle_signal(self, number: int) -> None:
         name, again = signal.Signals(number).name, self._stops and number in (signal.SIGTERM, signal.SIGINT)
@@ -243,7 +237,7 @@ class Runner:
         self._read_hosts()
         lost = {name for name in self._hosts.slots if name in self._lost or name.partition(".")[0] in self._lost}
         if after_failure:
-            lost |= probe.unreachable(self._hosts.without(lost).slots, os.environ)
+            lost |= host_list.unreachable(self._hosts.without(lost).slots, os.environ)
         if lost:
             say(f"without {', '.join(sorted(lost))}: unreachable")
         return self._hosts.without(lost)
@@ -262,6 +256,7 @@ class Runner:
 
     def _look_at_hosts(self) -> None:
         """Resize the job if the host file has changed, as soon as a session can write a checkpoint."""
+        self._loop.after(HOST_FILE_S, self._look_at_hosts)
         if self._job is None or self._stops:
             return
         if changed := self._read_hosts():

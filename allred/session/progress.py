@@ -322,7 +322,7 @@ def _terminal(stream: TextIO) -> int | None:
         if stream.isatty():
             return os.dup(stream.fileno())
         if stream.fileno() == 2 and stat.S_ISFIFO(os.fstat(2).st_mode):
-            for pid in filter(process_state.is_launcher, process_state.launcher(os.getpid())):
+            for pid in filter(process_state.is_launcher, process_state.launcher_ancestors(os.getpid())):
                 if stat.S_ISCHR(os.stat(f"/proc/{pid}/fd/2").st_mode):
                     descriptor = os.open(f"/proc/{pid}/fd/2", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
                     if os.isatty(descriptor):

@@ -30,7 +30,7 @@ from allred.session.hooks import Hook, all_hooks
 from allred.session.progress import Rates
 from allred.session.saver import Saver, SessionState, check_directories, check_path
 from allred.watch import exit_callbacks
-from allred.watch.delayed_handlers import delayed_handlers
+from allred.watch.exit_callbacks import delayed_handlers
 
 T = TypeVar("T")
 

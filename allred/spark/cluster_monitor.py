@@ -3,20 +3,19 @@
 import dataclasses
 import json
 import secrets
-import selectors
-import socket
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from allred.channel import Channel, Listener, Message, dispatch
 from allred.errors import CollectiveTimeout
+from allred.runtime.channel import Channel, Listener, Message, open_listener
+from allred.runtime.loop import Loop
+from allred.runtime.timings import OUTCOMES_S
 from allred.spark import outcomes
 from allred.spark.outcomes import Outcome, RankFailure
 from allred.spark.supervisor import PURPOSE
 
-SETTLE_S = 3.0  # for the outcomes of the other ranks after a failure, to find the first one
 _TICK_S = 0.1
 
 
@@ -44,12 +43,10 @@ class ClusterMonitor:
     def __init__(self, size: int, num_ps: int, host: str, bind: str, cancel_feed: Callable[[], None]) -> None:
         self._size, self._num_ps, self._cancel_feed = size, num_ps, cancel_feed
         self._secret = secrets.token_hex(32)
-        family = socket.AF_INET6 if ":" in bind else socket.AF_INET
-        listening = socket.create_server((bind, 0), family=family)
+        listening = open_listener(bind)
         self.address = (host, listening.getsockname()[1], self._secret)
-        self._selector = selectors.DefaultSelector()
-        self._listener = Listener(self._selector, listening, PURPOSE, self._secret, self._admit)
-        self._listening = listening
+        self._loop = Loop()
+        self._listener = Listener(self._loop, listening, PURPOSE, self._secret, self._admit)
         self._changed = threading.Condition(threading.RLock())  # guards all that follows
         self._workers: dict[int, Worker] = {}
         self._outcomes: dict[int, Outcome] = {}
@@ -61,12 +58,11 @@ class ClusterMonitor:
 
     def _run(self) -> None:
         while not self._is_closed:
-            dispatch(self._selector, _TICK_S)
-            self._listener.close_expired()
+            self._loop.turn()
         for worker in self._workers.values():
-            worker.channel.connection.close()
-        self._listening.close()
-        self._selector.close()
+            worker.channel.close()
+        self._listener.close()
+        self._loop.close()
 
     # Messages.
 
@@ -75,18 +71,11 @@ class ClusterMonitor:
         with self._changed:
             self._workers[worker.about["rank"]] = worker
             self._changed.notify_all()
-        self._selector.register(channel.connection, selectors.EVENT_READ, lambda: self._receive(worker))
+        lost = outcomes.of_lost_rank(worker.about["rank"], worker.about["host"])
+        channel.serve(
+            self._loop, lambda messages: self._handle(worker, messages), lambda error: self._record_outcome(lost)
+        )
         self._handle(worker, messages[1:])
-
-    def _receive(self, worker: Worker) -> None:
-        try:
-            messages = worker.channel.receive()
-        except (OSError, ValueError):
-            self._selector.unregister(worker.channel.connection)
-            worker.channel.connection.close()
-            self._record_outcome(outcomes.of_lost_rank(worker.about["rank"], worker.about["host"]))
-            return
-        self._handle(worker, messages)
 
     def _handle(self, worker: Worker, messages: list[Message]) -> None:
         for message in messages:
@@ -167,13 +156,13 @@ class ClusterMonitor:
 
     def raise_failure(self) -> None:
         """Raise RankFailure if a rank has failed, after the outcomes of the others have arrived."""
-        while self._failed_at < float("inf"):
-            if self.all_ended() or time.monotonic() > self._failed_at + SETTLE_S:
-                with self._changed:
-                    failure = outcomes.first_failure(self._outcomes.values())
-                assert failure is not None
-                raise RankFailure(failure)
-            time.sleep(_TICK_S)
+        if self._failed_at == float("inf"):
+            return
+        with self._changed:
+            self._changed.wait_for(self.all_ended, max(0.0, self._failed_at + OUTCOMES_S - time.monotonic()))
+            failure = outcomes.first_failure(self._outcomes.values())
+        assert failure is not None
+        raise RankFailure(failure)
 
     def wait_consumed(self, feed: int, limit_s: float) -> None:
         """Wait until all workers have read a feed. Raises CollectiveTimeout if one makes no progress."""
@@ -203,4 +192,5 @@ class ClusterMonitor:
         """Kill all ranks, and end."""
         self.send({"kind": "kill"})
         self._is_closed = True
+        self._loop.wake()
         self._thread.join()

@@ -4,7 +4,6 @@ import collections
 import contextlib
 import os
 import pickle
-import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,10 +13,11 @@ import numpy as np
 import pyarrow as pa
 
 from allred import world
-from allred.channel import Channel, Message
 from allred.comm.functions import join
 from allred.errors import DataError, InputError
+from allred.runtime.channel import Message, connect
 from allred.spark.arrow_columns import to_rows
+from allred.spark.feed_queue import FEED_PURPOSE
 from allred.validators import integer
 
 _PROGRESS_S = 1.0  # interval of the messages that rows are read
@@ -38,9 +38,7 @@ class DataFeed:
     def __init__(self, address: str, task: str, train: bool, input_mapping: Mapping[str, str] | None) -> None:
         self._task, self._train = task, train
         self._mapping = None if input_mapping is None else dict(input_mapping)
-        connection = socket.socket(socket.AF_UNIX)
-        connection.connect(address)
-        self._channel = Channel(connection)
+        self._channel = connect(address, FEED_PURPOSE, "")
         self._channel.send({"kind": "rank"})
         self._pieces = collections.deque[pa.RecordBatch]()  # not returned yet
         self._rows = 0  # in them

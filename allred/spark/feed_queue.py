@@ -12,7 +12,9 @@ A feed is one call of train() or inference(), with a number. A partition is a sp
 import collections
 import dataclasses
 
-from allred.channel import Message
+from allred.runtime.channel import Message
+
+FEED_PURPOSE = "spark feed"  # of the channels between a supervisor, its rank and Spark tasks
 
 
 @dataclasses.dataclass(frozen=True)

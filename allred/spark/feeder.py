@@ -17,15 +17,16 @@ from typing import Any
 
 import pyarrow as pa
 
-from allred.channel import Channel, Message
 from allred.errors import AllredError, CollectiveTimeout, InputError
 from allred.launch.rendezvous_client import shared_memory_domain
+from allred.runtime.channel import Channel, Message, connect
+from allred.runtime.timings import REMIND_ROWS_S
 from allred.spark.arrow_columns import pickled_batches
+from allred.spark.feed_queue import FEED_PURPOSE
 
 _ANSWER_LIMIT_S = 60.0  # for the supervisor and the driver to answer
 _POLL_S = 0.1
 _STATUS_KEYS = ("writing", "unread", "received")  # compared in this order to find the least busy worker
-REMIND_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +160,7 @@ class _Partition:
     def _select(self) -> dict[str, Any] | None:
         """Open this partition at the least busy worker, and return it. Waits while all have too much to read."""
         begun = time.monotonic()
-        remind_at = begun + REMIND_S
+        remind_at = begun + REMIND_ROWS_S
         while True:
             loads = []
             for worker in self._workers:
@@ -186,7 +187,7 @@ class _Partition:
             if waited >= self._task.limit_s:
                 raise CollectiveTimeout(f"{text} (feed_timeout)")
             if time.monotonic() >= remind_at:
-                remind_at += REMIND_S
+                remind_at += REMIND_ROWS_S
                 print(f"allred: {text}", file=sys.stderr, flush=True)
             time.sleep(_POLL_S)
 
@@ -206,12 +207,9 @@ class _Partition:
 
 
 def _connect(worker: dict[str, Any], number: int) -> Channel:
-    connection = socket.socket(socket.AF_UNIX)
     try:
-        connection.connect(os.path.join(worker["directory"], "feed"))
+        return connect(os.path.join(worker["directory"], "feed"), FEED_PURPOSE, "")
     except OSError as error:
-        connection.close()
         raise AllredError(
-            f"partition {number}: worker rank {worker['rank']} on {worker['host']} has ended: {error.strerror}"
+            f"partition {number}: worker rank {worker['rank']} on {worker['host']} has ended: {error.strerror or error}"
         ) from None
-    return Channel(connection)

@@ -11,11 +11,10 @@ import weakref
 from typing import Any
 
 from allred.launcher_variables import without_launcher
+from allred.runtime.timings import RANK_EXIT_S
 from allred.spark import outcomes
 from allred.spark.outcomes import Outcome
 from allred.spark.rank_program import RankSpec
-
-EXIT_S = 15.0  # for a rank to end after a failure. After success it waits for the others, as under mpirun
 
 
 class RankProcess:
@@ -44,7 +43,7 @@ class RankProcess:
         found = self._receive()
         if isinstance(found, str):
             return found, None
-        self._wait(EXIT_S)
+        self._wait(RANK_EXIT_S)
         return "", self.kill_and_report(found)
 
     def join(self, addresses: dict[str, str], secret: str) -> None:
@@ -60,13 +59,13 @@ class RankProcess:
     def stop_before_join(self) -> None:
         """End a rank that waits for the addresses."""
         self.connection.close()
-        self._wait(EXIT_S)
+        self._wait(RANK_EXIT_S)
         self.kill()
 
     def outcome(self) -> Outcome:
         """Wait for the end of the rank. Return its outcome."""
         sent = self.receive_outcome()
-        self._wait(EXIT_S if sent is None or sent["code"] else None)
+        self._wait(RANK_EXIT_S if sent is None or sent["code"] else None)
         return self.kill_and_report(sent)
 
     def receive_outcome(self) -> Outcome | None:

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from allred.errors import ConfigError
-from allred.launch import before_init
+from allred.launch import rendezvous_client
 from allred.spark import outcomes
 from allred.spark.node_context import NodeContext
 
@@ -80,7 +80,7 @@ def main() -> None:
     os.environ.update(spec.environment)
     try:
         check_installed("of an executor")
-        listener, address = before_init.open_listener(spec.on_one_host, spec.other_host)
+        listener, address = rendezvous_client.open_listener(spec.on_one_host, spec.other_host)
     except (ConfigError, OSError) as error:
         connection.send(outcomes.of_exception(spec.rank, error))
         raise
@@ -92,7 +92,7 @@ def main() -> None:
     os.register_at_fork(after_in_child=connection.close)  # an outcome of a child would be taken for that of the rank
     try:
         if spec.size > 1:
-            before_init.prepare(addresses, rank_name(spec.rank), secret, listener)
+            rendezvous_client.prepare(addresses, rank_name(spec.rank), secret, listener)
         result = _call(spec, addresses)
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:  # a parameter server, at its end

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from allred.errors import AllredError, InputError
+from allred.runtime.timings import TASKS_END_S
 from allred.spark.barrier_job import (
     BarrierJob,
     BarrierTasks,
@@ -23,8 +24,6 @@ from allred.validators import integer, positive
 
 if TYPE_CHECKING:
     from allred.spark.feeder import FeedTask
-
-_GRACE_S = 5.0  # for Spark tasks to end by themselves, because the ranks have ended
 
 
 class InputMode(enum.IntEnum):
@@ -176,7 +175,7 @@ class AllredCluster:
             self._monitor = None
         for running in (self._feed_job, self._tasks):
             if running is not None:
-                running.cancel(_GRACE_S)
+                running.cancel(TASKS_END_S)
 
     def _shut_down(self) -> None:
         monitor = self._require_monitor()

@@ -12,31 +12,27 @@ file of a partition.
 import contextlib
 import dataclasses
 import os
-import selectors
 import signal
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 
-from allred import channel
-from allred.channel import Channel, HandshakeError, Message, dispatch
 from allred.errors import ConfigError
 from allred.launch.rendezvous_client import shared_memory_domain
+from allred.runtime.channel import Channel, HandshakeError, Listener, Message, connect, limit_resending
+from allred.runtime.loop import Loop, Timer
+from allred.runtime.timings import DRIVER_LOST_S, RANK_EXIT_S, REMIND_ROWS_S
 from allred.spark import outcomes
-from allred.spark.feed_queue import FeedQueue, SpoolFile
+from allred.spark.feed_queue import FEED_PURPOSE, FeedQueue, SpoolFile
 from allred.spark.outcomes import Outcome
-from allred.spark.rank_process import EXIT_S, RankProcess
+from allred.spark.rank_process import RankProcess
 from allred.spark.rank_program import RankSpec
+from allred.watch.process_state import ancestors, name
 
 PURPOSE = "spark"
 MAX_UNREAD_BYTES = 2**28  # Spark tasks wait while a worker has more bytes of files to read
-DRIVER_LOST_S = 60.0  # without an answer of the driver's machine
-REMIND_S = 10.0
-_TICK_S = 0.2
 
 
 class RankSupervisor:
@@ -44,20 +40,19 @@ class RankSupervisor:
 
     def __init__(self, spec: RankSpec, task: Connection) -> None:
         self._spec, self._task = spec, task
-        self._executor = _executor()
+        self._executor = next((pid for pid in ancestors(os.getpid()) if name(pid) == "java"), 0)
         self._queue = FeedQueue(MAX_UNREAD_BYTES)
-        self._selector = selectors.DefaultSelector()
+        self._loop = Loop()
         self._driver: Channel | None = None
         self._outcome: Outcome | None = None  # sent by the rank
         self._has_returned = self._has_ended = self._must_exit = False
-        self._kill_at = float("inf")
+        self._kill_timer: Timer | None = None
         self._writing: dict[Channel, Message] = {}  # by connection of a Spark task
         self._claims: dict[str, tuple[Channel, SpoolFile]] = {}  # sent to the driver, by path
         self._results: dict[str, Channel] = {}  # inference: the task that waits for the results of a file
         self._rank_channel: Channel | None = None
         self._waiting_since = float("inf")  # the rank waits for rows
         self._is_waiting = False  # as the driver knows it
-        self._remind_at = float("inf")
 
     def run(self) -> None:
         """Start the rank, and run until its end."""
@@ -73,14 +68,12 @@ class RankSupervisor:
             address = os.path.join(directory, "feed")
             self._listening = stack.enter_context(socket.socket(socket.AF_UNIX))
             self._listening.bind(address)
-            self._listening.listen(64)
-            self._listening.setblocking(False)
+            self._listening.listen()
             self._rank = RankProcess(dataclasses.replace(self._spec, feed=address))
             stack.callback(self._rank.kill)
             if self._start():
                 while not self._must_exit:
-                    dispatch(self._selector, _TICK_S)
-                    self._check_times()
+                    self._loop.turn()
 
     def _start(self) -> bool:
         """Start the rank, connect to the driver, and report it to the Spark task. Return False after a failure."""
@@ -96,13 +89,13 @@ class RankSupervisor:
         self._task.send(failure)
         if failure is not None:
             return False
-        self._on_input(self._listening, self._accept)
-        self._on_input(self._rank.connection, self._receive_outcome)
-        self._on_input(self._rank.end_descriptor, self._rank_ended)
+        Listener(self._loop, self._listening, FEED_PURPOSE, "", self._admit)  # the directory admits only the user
+        self._loop.on_input(self._rank.connection.fileno(), self._receive_outcome)
+        self._loop.on_input(self._rank.end_descriptor, self._rank_ended)
         if self._executor:
-            self._on_input(os.pidfd_open(self._executor), self._exit)
+            self._loop.on_input(os.pidfd_open(self._executor), self._exit)
         if self._spec.rank < self._spec.num_ps:
-            self._on_input(self._task, self._exit)
+            self._loop.on_input(self._task.fileno(), self._exit)
         else:
             self._task.close()
         return True
@@ -110,24 +103,20 @@ class RankSupervisor:
     def _connect(self) -> Outcome | None:
         """Connect to the driver. Return an outcome if that fails."""
         host, port, secret = self._spec.driver
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._driver = channel.connect(family, (host, port), PURPOSE, secret)
+            self._driver = connect((host, port), PURPOSE, secret)
         except (HandshakeError, OSError) as error:
             reason = ConfigError(
                 f"the executor cannot reach the driver at {host}:{port} (spark.driver.host, a free port): {error}; "
                 "a firewall between them must permit it"
             )
             return outcomes.of_exception(self._spec.rank, reason)
-        self._driver.limit_resending(DRIVER_LOST_S)
+        limit_resending(self._driver.connection, DRIVER_LOST_S)
         about = {"rank": self._spec.rank, "host": socket.gethostname(), "node": shared_memory_domain()}
         self._driver.send({**about, "directory": self._directory, "spool": self._spool})
         self._driver.connection.settimeout(None)
-        self._on_input(self._driver.connection, self._receive_from_driver)
+        self._driver.serve(self._loop, self._receive_from_driver, lambda error: self._exit())
         return None
-
-    def _on_input(self, file: object, call: Callable[[], object]) -> None:
-        self._selector.register(file, selectors.EVENT_READ, call)  # type: ignore[arg-type]
 
     def _exit(self) -> None:
         self._must_exit = True
@@ -138,12 +127,7 @@ class RankSupervisor:
         assert self._driver is not None
         self._driver.send({"rank": self._spec.rank, **message})
 
-    def _receive_from_driver(self) -> None:
-        assert self._driver is not None
-        try:
-            messages = self._driver.receive()
-        except (OSError, ValueError):
-            return self._exit()
+    def _receive_from_driver(self, messages: list[Message]) -> None:
         for message in messages:
             kind = message["kind"]
             if kind == "claim":
@@ -170,10 +154,10 @@ class RankSupervisor:
 
     def _receive_outcome(self) -> None:
         """Receive the outcome of the rank. Its process may then wait for the other ranks."""
-        self._selector.unregister(self._rank.connection)
+        self._loop.remove(self._rank.connection.fileno())
         self._outcome, self._has_returned = self._rank.receive_outcome(), True
         if self._outcome is None or self._outcome["code"]:
-            self._kill_at = time.monotonic() + EXIT_S
+            self._kill_timer = self._loop.after(RANK_EXIT_S, self._rank.process.kill)
         if self._outcome is not None and self._outcome["code"]:
             self._report(self._outcome)
         self._terminate()
@@ -182,8 +166,10 @@ class RankSupervisor:
         """Report the outcome. Then answer Spark tasks until shutdown()."""
         if not self._has_returned:
             self._receive_outcome()
-        self._selector.unregister(self._rank.end_descriptor)
-        self._has_ended, self._kill_at = True, float("inf")
+        self._loop.remove(self._rank.end_descriptor)
+        self._has_ended = True
+        if self._kill_timer is not None:
+            self._kill_timer.cancel()
         self._report(self._rank.kill_and_report(self._outcome))
         self._must_exit = self._queue.is_shut_down
 
@@ -198,7 +184,7 @@ class RankSupervisor:
         waits = self._rank_channel is not None and self._waiting_since < float("inf")
         if waits and (answer := self._queue.next_answer()) is not None:
             assert self._rank_channel is not None
-            self._waiting_since = self._remind_at = float("inf")
+            self._waiting_since = float("inf")
             self._rank_channel.send(answer)
             waits = False
             if "feed_end" in answer:
@@ -214,37 +200,26 @@ class RankSupervisor:
                 task.connection.shutdown(socket.SHUT_RDWR)
         self._send_to_driver({"kind": "terminated"})
 
-    def _check_times(self) -> None:
-        now = time.monotonic()
-        if now >= self._kill_at:
-            self._rank.process.kill()
-        if now >= self._remind_at:
-            self._remind_at = now + REMIND_S
+    def _remind(self, since: float) -> None:
+        """Print that the rank waits for rows, if it has since that time."""
+        if self._waiting_since == since:
+            self._loop.after(REMIND_ROWS_S, lambda: self._remind(since))
             who = f"rank {self._spec.rank} on {socket.gethostname()}"
-            text = f"{who} has waited {now - self._waiting_since:.0f} s for rows: {self._queue.describe()}"
+            text = f"{who} has waited {time.monotonic() - since:.0f} s for rows: {self._queue.describe()}"
             print(f"allred: {text}", file=sys.stderr, flush=True)
 
     # Spark tasks, and the rank.
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            connection, _ = self._listening.accept()
-            peer = Channel(connection)
-            connection.settimeout(channel.SEND_S)
-            self._on_input(connection, lambda: self._receive(peer))
+    def _admit(self, peer: Channel, messages: list[Message]) -> None:
+        peer.serve(self._loop, lambda messages: self._receive(peer, messages), lambda error: self._forget(peer))
+        self._receive(peer, messages)
 
-    def _receive(self, peer: Channel) -> None:
-        try:
-            messages = peer.receive()
-        except (OSError, ValueError):
-            return self._close(peer)
+    def _receive(self, peer: Channel, messages: list[Message]) -> None:
         for message in messages:
             self._handle(peer, message)
         self._answer_rank()
 
-    def _close(self, peer: Channel) -> None:
-        self._selector.unregister(peer.connection)
-        peer.connection.close()
+    def _forget(self, peer: Channel) -> None:
         if (begun := self._writing.pop(peer, None)) is not None:
             self._queue.end_write(begun["number"])
         for path in [path for path, task in self._results.items() if task is peer]:
@@ -265,8 +240,8 @@ class RankSupervisor:
         elif kind == "rank":
             self._rank_channel = peer
         elif kind == "next":
-            self._waiting_since = time.monotonic()
-            self._remind_at = self._waiting_since + REMIND_S
+            self._waiting_since = since = time.monotonic()
+            self._loop.after(REMIND_ROWS_S, lambda: self._remind(since))
             if (found := self._queue.on_request()) is not None:
                 feed, files = found
                 _remove(files)
@@ -304,19 +279,6 @@ def _remove(files: list[str]) -> None:
     for path in files:
         with contextlib.suppress(OSError):
             os.unlink(path)
-
-
-def _executor() -> int:
-    """Return the process id of the executor, the first ancestor that is a Java program; 0 if there is none."""
-    pid = os.getppid()
-    while pid > 1:
-        with contextlib.suppress(OSError):
-            if Path(f"/proc/{pid}/comm").read_text().strip() == "java":
-                return pid
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-            continue
-        return 0
-    return 0
 
 
 def main() -> None:

@@ -22,8 +22,7 @@ from allred import log, world
 from allred.cluster import launcher
 from allred.comm.functions import broadcast_object
 from allred.errors import ConfigError, InputError
-from allred.launch.before_init import open_listener
-from allred.launch.rendezvous_client import shared_memory_domain
+from allred.launch.rendezvous_client import open_listener, shared_memory_domain
 from allred.server import enter_rendezvous
 from allred.startup import Cluster
 from allred.watch import runner_link

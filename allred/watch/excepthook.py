@@ -23,7 +23,7 @@ from typing import Any
 
 from allred import world
 from allred.watch import exit_callbacks
-from allred.watch.delayed_handlers import delayed_handlers
+from allred.watch.exit_callbacks import delayed_handlers
 
 _STATUS: dict[Any, int] = {KeyboardInterrupt: 130}  # by exception; 1 for any other
 

@@ -9,7 +9,7 @@ if MPI was imported before allred.init() and mpi4py finalizes it first, the stat
 uncaught exception, Ctrl-C, sys.exit(n). An explicit `raise SystemExit(n)` is not seen then.
 
 Two more cases use the status that Python shows. A rank that fails while its own threads or atexit functions still run,
-or the deletion of its objects, is ended after GRACE_S: by a thread of Python, and from `_leave` on by one of C. And
+or the deletion of its objects, is ended after LEAVE_S: by a thread of Python, and from `_leave` on by one of C. And
 MPICH's mpirun ignores a failure before allred.init() while the other ranks wait in MPI_Init: the failed rank sends
 mpirun an abort.
 """
@@ -27,14 +27,10 @@ from collections.abc import Callable
 from typing import Any
 
 from allred import native, world
+from allred.runtime.timings import DRAIN_S, FOLLOWER_LEAVE_S, LEAST_LEAVE_S, LEAVE_S, LINGER_READ_S
 from allred.watch import excepthook, runner_link
-from allred.watch.delayed_handlers import delayed_handlers
+from allred.watch.exit_callbacks import delayed_handlers
 
-GRACE_S = 3.0  # from failing to leaving
-FOLLOWER_S = 10.0  # as GRACE_S, if another rank has failed before; as in csrc/python/exit.c
-_DRAIN_S = 0.2  # as in csrc/python/exit.c
-_SHORTEST_S = 0.5  # from `_leave` to the end of the grace period
-_READ_S = 0.5  # interval at which a lingering rank reads messages
 _TELL, _AWAIT, _RELEASED, _STAY, _LINGER = range(5)  # as in csrc/python/exit.h
 
 _pid = 0  # of the rank's own process, not of its forks
@@ -122,25 +118,25 @@ def _functions(MPI: Any) -> tuple[int, int, int, int]:  # noqa: N803
 def _end_soon(status: int) -> None:
     """Ensure the end of this process, which is about to end with `status`, if it is not 0."""
     global _grace_end
-    _grace_end = time.monotonic() + GRACE_S
+    _grace_end = time.monotonic() + LEAVE_S
     if status and os.getpid() == _pid:
         with contextlib.suppress(RuntimeError):  # no thread can be started
             threading.Thread(target=_end_after_grace, args=(status,), name="allred-exit", daemon=True).start()
 
 
 def _end_after_grace(status: int) -> None:
-    _sleep(GRACE_S)
+    _sleep(LEAVE_S)
     watcher = world.watcher()
     if watcher is not None and watcher.lingers:
         while not (_is_left_to_c or watcher.linger_is_over()):
-            time.sleep(_READ_S)
+            time.sleep(LINGER_READ_S)
         if not (_is_left_to_c or watcher.failed_elsewhere()):
             watcher.linger()
     if watcher is not None and watcher.failed_elsewhere():
-        _sleep(FOLLOWER_S - GRACE_S)  # the failed rank ends the job
+        _sleep(FOLLOWER_LEAVE_S - LEAVE_S)  # the failed rank ends the job
     if _is_left_to_c:
         return
-    what = f"failed with exit code {status} but has not left after {GRACE_S:g} s: threads or atexit functions run"
+    what = f"failed with exit code {status} but has not left after {LEAVE_S:g} s: threads or atexit functions run"
     _end_job(what + "; ending the job" * (_lifeline < 0), status)
 
 
@@ -148,7 +144,7 @@ def _sleep(seconds: float) -> None:
     """Sleep; starts again while the end of the job is delayed. C then receives the messages of the watcher."""
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:
-        time.sleep(min(left, _READ_S))
+        time.sleep(min(left, LINGER_READ_S))
         if _is_left_to_c:
             return
         if (watcher := world.watcher()) is not None and watcher.end_is_delayed():
@@ -178,7 +174,7 @@ def _leave(finalizes: bool) -> None:
             duty, code, words = _STAY, watcher.gone_code, _printable(f"rank {rank} {how}")
     if _arm is not None and _is_left_to_c:
         _cancel_abort_of_mpi4py()
-        grace_s = min(GRACE_S, max(_SHORTEST_S, _grace_end - time.monotonic())) if status else -1.0
+        grace_s = min(LEAVE_S, max(LEAST_LEAVE_S, _grace_end - time.monotonic())) if status else -1.0
         _arm(words, code, -1 if watcher is None else watcher.duplicate(), duty, grace_s, status)
     else:
         _leave_without_c(finalizes, status, duty, code, words)
@@ -232,7 +228,7 @@ def _end_job(what: str, status: int) -> None:
         os.write(2, f"allred: {_who()} {what}\n".encode())
     if _lifeline >= 0:
         os._exit(status or 1)
-    time.sleep(_DRAIN_S)
+    time.sleep(DRAIN_S)
     if _mpi is not None:
         _mpi.COMM_WORLD.Abort(status or 1)
     elif _pmi is not None:

@@ -5,14 +5,23 @@ Each callback runs once. Its argument is the exception that ends the program, or
     excepthook.py     an uncaught exception or sys.exit(), with several ranks: before the report to the watcher
     allred.shutdown   the argument is the exception that is being handled, if there is one
     atexit            every other end; the argument is the exception that Python has printed, if there is one
+
+`delayed_handlers()`: the program's signal handlers run after a clean-up, not inside of it. A handler may raise an
+exception, such as torch's for DataLoader workers that have died; the rest of the clean-up would be skipped. Ctrl-C with
+Python's own handler is not delayed, so a clean-up that waits can be interrupted. Handlers of allred are not either:
+they only note that the signal came.
 """
 
 import atexit
+import contextlib
 import os
+import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from allred import log, world
 from allred.errors import AllredError
@@ -58,3 +67,46 @@ def call_and_print(error: BaseException | None) -> None:
 def _at_exit() -> None:
     at_prompt = hasattr(sys, "ps1")  # there an exception does not end the program
     call_and_print(None if at_prompt else getattr(sys, "last_value", None))
+
+
+@contextlib.contextmanager
+def delayed_handlers(run_after: bool = True) -> Iterator[None]:
+    """Delay Python signal handlers of the program. No effect outside of the main thread, where no handler runs.
+
+    run_after: whether to run the handlers of the signals that came, once each, after the body. Raises what they raise.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: dict[int, None] = {}  # in order
+
+    def note(number: int, frame: types.FrameType | None) -> None:
+        came[number] = None
+
+    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    delayed = {number: handler for number, handler in handlers.items() if _delays(handler)}
+    for number in delayed:
+        signal.signal(number, note)
+    try:
+        yield
+    finally:
+        for number, handler in delayed.items():
+            if signal.getsignal(number) is note:
+                signal.signal(number, handler)
+        if run_after:
+            _run([(number, delayed[number]) for number in came])
+
+
+def _delays(handler: Any) -> bool:
+    module = str(getattr(handler, "__module__", ""))
+    return callable(handler) and handler is not signal.default_int_handler and not module.startswith("allred.")
+
+
+def _run(handlers: list[tuple[int, Callable[..., Any]]]) -> None:
+    """Run all handlers. Raises the exception of the first that raises one."""
+    for index, (number, handler) in enumerate(handlers, 1):
+        try:
+            handler(number, None)
+        except BaseException:
+            _run(handlers[index:])
+            raise

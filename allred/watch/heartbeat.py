@@ -1,15 +1,12 @@
 """Heartbeats between the watchers of two nodes: each sends two every second, and notices when none arrives.
 
 A heartbeat is sent on the connection that the watchers have anyway. If a link between hosts is cut, TCP reports nothing
-for minutes; heartbeats name the host after SILENT_S. The job continues if the host answers within the time limit of
-collectives. Else each side ends its own ranks, and the launcher (process.py).
+for minutes; heartbeats name the host after SILENT_HOST_S. The job continues if the host answers within the time limit
+of collectives. Else each side ends its own ranks, and the launcher (process.py).
 """
 
 from allred import wording
-
-PERIOD_S = 0.5
-SILENT_S = 5.0
-LEAST_LIMIT_S = 2 * SILENT_S  # a silent host counts as lost no sooner, even if ALLRED_TIMEOUT_S is shorter
+from allred.runtime.timings import LEAST_LOST_HOST_S, SILENT_HOST_S
 
 
 class Heartbeat:
@@ -21,16 +18,9 @@ class Heartbeat:
     def __init__(self, now: float, limit_s: float, host: str = "") -> None:
         self.host = host
         self.ranks: set[int] = set()  # of the other host
-        self._limit_s = max(limit_s, LEAST_LIMIT_S)
-        self._heard_at = self._sent_at = now
+        self._limit_s = max(limit_s, LEAST_LOST_HOST_S)
+        self._heard_at = now
         self.is_silent = False  # and that was reported
-
-    def is_due(self, now: float) -> bool:
-        """Return whether a heartbeat has to be sent now. If so, it counts as sent."""
-        if now < self._sent_at + PERIOD_S:
-            return False
-        self._sent_at = now
-        return True
 
     def heard(self, now: float) -> str:
         """Call when anything was received. Return the message that the host answers again, or ""."""
@@ -42,13 +32,13 @@ class Heartbeat:
 
     def check(self, now: float) -> str:
         """Return the message that the host is unreachable, once, or ""."""
-        if self.is_silent or now < self._heard_at + SILENT_S:
+        if self.is_silent or now < self._heard_at + SILENT_HOST_S:
             return ""
         self.is_silent = True
         return (
             f"{self._name()} has been unreachable for {now - self._heard_at:.0f} s: the host or the network to it "
             f"may have failed. The job continues if it answers within {self._limit_s:.0f} s "
-            f"(ALLRED_TIMEOUT_S, at least {LEAST_LIMIT_S:.0f})"
+            f"(ALLRED_TIMEOUT_S, at least {LEAST_LOST_HOST_S:.0f})"
         )
 
     def is_lost(self, now: float) -> bool:

@@ -1,20 +1,20 @@
 """The directory of this user's running jobs on this host.
 
 Only the user can enter it (mode 0700). For each job it has a file (mode 0600) by which monitors find the watcher, and
-for each `allred run` a socket for its requests.
+for each `allred run` one by which `allred resize` finds it: a port of this host, and the secret of the channel.
 """
 
 import contextlib
 import json
 import os
-import socket
 import stat
 from pathlib import Path
 from typing import Any
 
 from allred.errors import AllredError
+from allred.watch import process_state
 
-SOCKET, ENTRY = ".run", ".job"
+RUN, JOB = ".run", ".job"
 
 
 def directory() -> Path:
@@ -31,52 +31,35 @@ def directory() -> Path:
     return path
 
 
-def run_sockets() -> dict[str, Path]:
-    """Return the sockets of the running `allred run`, by the name of the job. Removes those of processes that were
-    killed."""
-    return {path.name.removesuffix(SOCKET): path for path in sorted(directory().glob(f"*{SOCKET}")) if _answers(path)}
-
-
-def _answers(path: Path) -> bool:
-    """Return whether a process listens; else remove the file."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(str(path))
-        except OSError:
-            _remove(path)
-            return False
-    return True
-
-
 def _remove(path: Path) -> None:
     with contextlib.suppress(OSError):
         path.unlink()
 
 
-def write_entry(name: str, entry: dict[str, Any]) -> Path:
-    """Write the file of a job, which only the user can read. Raises AllredError or OSError."""
-    path = directory() / f"{name}{ENTRY}"
+def write_entry(name: str, kind: str, entry: dict[str, Any]) -> Path:
+    """Write the file of a job, which only the user can read, and return it. Raises AllredError or OSError."""
+    path, pid = directory() / f"{name}{kind}", os.getpid()
     _remove(path)  # of a job with this name that was killed
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        json.dump({**entry, "watcher": os.getpid()}, file)
+        json.dump({**entry, "process": pid, "started": process_state.start_time(pid)}, file)
     return path
 
 
 def remove_entry(path: Path) -> None:
     """Remove the file of a job of this process, if another job has not replaced it."""
     with contextlib.suppress(OSError, ValueError, KeyError):
-        if json.loads(path.read_text())["watcher"] == os.getpid():
+        if json.loads(path.read_text())["process"] == os.getpid():
             path.unlink()
 
 
-def entries() -> dict[str, dict[str, Any]]:
-    """Return the files of the running jobs, by the name of the job. Removes those whose watcher was killed."""
+def entries(kind: str) -> dict[str, dict[str, Any]]:
+    """Return the files of the running jobs, by the name of the job. Removes those of processes that were killed."""
     found = {}
-    for path in sorted(directory().glob(f"*{ENTRY}")):
+    for path in sorted(directory().glob(f"*{kind}")):
         with contextlib.suppress(OSError, ValueError):  # it has just been removed
             entry = json.loads(path.read_text())
-            if os.path.exists(f"/proc/{entry['watcher']}"):
-                found[path.name.removesuffix(ENTRY)] = entry
+            if entry["started"] == process_state.start_time(entry["process"]):
+                found[path.name.removesuffix(kind)] = entry
             else:
                 _remove(path)
     return found

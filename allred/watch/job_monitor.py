@@ -1,34 +1,32 @@
 """The state of a job for monitors, in the watcher of the chief's node.
 
 A monitor (`allred top`, the metrics endpoint) finds port and token in a file of the job directory. While one is
-connected, the watchers send the counters of their ranks every SAMPLE_S seconds. From these samples follows which rank
-delays which: at the same number of steps, one is in opt.step, and the other is not yet. Nothing of this costs a rank
-time, except the source line, for which a signal interrupts it once for each request.
+connected, the watchers send the counters of their ranks every SAMPLE_PERIOD_S seconds. From these samples follows which
+rank delays which: at the same number of steps, one is in opt.step, and the other is not yet. Nothing of this costs a
+rank time, except the source line, for which a signal interrupts it once for each request.
 """
 
 import contextlib
 import secrets
-import selectors
-import socket
 import time
 from pathlib import Path
 
-from allred.channel import Channel, Listener
 from allred.counters import Values
 from allred.errors import AllredError
+from allred.runtime.channel import Channel, Listener, open_listener
+from allred.runtime.loop import Loop
+from allred.runtime.timings import QUERY_S, SAMPLE_PERIOD_S
 from allred.watch import job_directory
 from allred.watch.records import Event
 
 PURPOSE = "monitor"
-SAMPLE_S = 0.25
-ANSWER_S = 2.0  # for the watchers of other nodes
 
 
 class JobMonitor:
     """about: name of the job, program, mode, starts. size, nodes: of the job."""
 
-    def __init__(self, selector: selectors.BaseSelector, about: Event, size: int, nodes: int) -> None:
-        self._selector, self._about, self._size, self._nodes = selector, about, size, nodes
+    def __init__(self, loop: Loop, about: Event, size: int, nodes: int) -> None:
+        self._loop, self._about, self._size, self._nodes = loop, about, size, nodes
         self._clients: list[Channel] = []
         self._requests: list[tuple[Channel, bool]] = []  # with the answer still to send; whether with states
         self._number, self._answers, self._begun_at, self._has_states = 0, 0, 0.0, False
@@ -38,19 +36,19 @@ class JobMonitor:
         self._delays: dict[tuple[int, int], float] = {}  # seconds by (waiting rank, late rank)
         self._sampled_at = 0.0
         token = secrets.token_hex(16)
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self._listener = Listener(selector, self._listening, PURPOSE, token, self._admit)
-        self._entry = {**about, "port": self._listening.getsockname()[1], "token": token}
+        listening = open_listener("127.0.0.1")
+        self._listener = Listener(loop, listening, PURPOSE, token, self._admit)
+        self._entry = {**about, "port": listening.getsockname()[1], "token": token}
         self._file: Path | None = None
 
     def publish(self) -> None:
         """Write the file by which monitors find this process."""
         with contextlib.suppress(AllredError, OSError):  # then the job has no monitors
-            self._file = job_directory.write_entry(self._about["job"], self._entry)
+            self._file = job_directory.write_entry(self._about["job"], job_directory.JOB, self._entry)
 
     def close(self) -> None:
         """Remove the file, and listen no more."""
-        self._listening.close()
+        self._listener.close()
         if self._file is not None:
             job_directory.remove_entry(self._file)
             self._file = None
@@ -59,28 +57,25 @@ class JobMonitor:
 
     def _admit(self, channel: Channel, messages: list[Event]) -> None:
         self._clients.append(channel)
-        self._selector.register(channel.connection, selectors.EVENT_READ, lambda: self._receive(channel))
+        channel.serve(self._loop, lambda messages: self._request(channel, messages), lambda error: self._lose(channel))
+        self._request(channel, messages)
+
+    def _request(self, channel: Channel, messages: list[Event]) -> None:
         self._requests += [(channel, bool(message.get("states"))) for message in messages]
 
-    def _receive(self, channel: Channel) -> None:
-        try:
-            self._requests += [(channel, bool(message.get("states"))) for message in channel.receive()]
-        except (OSError, ValueError):
-            self._selector.unregister(channel.connection)
-            channel.connection.close()
-            self._clients.remove(channel)
-            self._requests = [request for request in self._requests if request[0] is not channel]
+    def _lose(self, channel: Channel) -> None:
+        self._clients.remove(channel)
+        self._requests = [request for request in self._requests if request[0] is not channel]
 
     # Samples.
 
     def tick(self, now: float) -> list[tuple[int | None, Event]]:
         """Return the messages to send now."""
-        self._listener.close_expired()
-        if self._collecting and now > self._begun_at + ANSWER_S:
+        if self._collecting and now > self._begun_at + QUERY_S:
             self._finish(now)
         if not self._clients:
             self._sampled_at = 0.0  # do not count the time without monitors as delay
-        if self._collecting or not self._clients or now < self._sampled_at + SAMPLE_S:
+        if self._collecting or not self._clients or now < self._sampled_at + SAMPLE_PERIOD_S:
             return []
         self._number += 1
         self._collecting, self._begun_at, self._has_states = True, now, any(states for _, states in self._requests)
@@ -138,8 +133,3 @@ def delaying(values: dict[int, Values]) -> list[int]:
     """
     waiting = {value.steps for value in values.values() if value.in_step}
     return [rank for rank, value in values.items() if not value.in_step and value.steps in waiting]
-
-
-def describe(job: str, program: str, mode: str, starts: int) -> Event:
-    """Return the description of the job for its file."""
-    return {"job": job, "program": program, "mode": mode, "starts": starts, "host": socket.gethostname()}

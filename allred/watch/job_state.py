@@ -30,9 +30,9 @@ The watcher of the chief's node has the `JobState`; the other watchers send thei
 The first failure is the verdict of the job. There is at most one, and every rank receives it:
 
     1  a rank fails, dies, ends while others wait for it, or waits until its time limit: the verdict goes to all ranks.
-       After a failure this takes SAME_S, because often all ranks are about to raise the same error
+       After a failure this takes SAME_ERROR_S, because often all ranks are about to raise the same error
     2  the ranks raise it, unwind, and report that. Each lingers, because a launcher ends a job with its first rank
-    3  PRINT_S after the last rank has unwound, or GRACE_S after the first, one rank is released: the failed one if
+    3  OUTPUT_S after the last rank has unwound, or UNWIND_S after the first, one rank is released: the failed one if
        possible; not before the busy ranks have finished
     4  the released rank prints its traceback, so that this comes last, and aborts the job with its exit code
 
@@ -45,14 +45,10 @@ import signal
 from collections.abc import Callable, Collection
 from typing import Any
 
-from allred.watch.records import FOLLOW_S, TEXT_CHARS, Event, ExpendableWorkers, LostRank, Record, Records
-from allred.watch.release import GONE_S, Release
+from allred.runtime import timings
+from allred.watch.records import Event, ExpendableWorkers, LostRank, Record, Records
+from allred.watch.release import Release
 from allred.watch.stalls import Stalls
-
-DEATH_S = 0.05  # after it the first death is known, if the launcher caused the current one
-FAR_S = 0.3  # the same, if it may have been on another node: Open MPI aborts a rank that has lost a connection
-LEFT_S = 2.0  # how long a wait for a rank that has left is no failure: it may have answered just before
-SAME_S = 0.2  # for the others to fail of the same error by themselves
 
 Death = tuple[float, int, Event]  # (time, rank, event)
 
@@ -164,10 +160,11 @@ class JobState:
             else:
                 self._continue_without(rank, LostRank(how, event["code"], event["traceback"]))
                 text = f"{self._ranks.line(rank, how)}; the other ranks continue"
-                self._notices.append((self._ranks.now + SAME_S, text))
+                self._notices.append((self._ranks.now + timings.SAME_ERROR_S, text))
             return
         if self.verdict is None:
-            self._set_verdict(rank, self._ranks.line(rank, how), event["code"], SAME_S, traceback=event["traceback"])
+            line, end = self._ranks.line(rank, how), event["traceback"]
+            self._set_verdict(rank, line, event["code"], timings.SAME_ERROR_S, traceback=end)
         self._end(rank, "unwound")
 
     def _died(self, rank: int, event: Event) -> None:
@@ -189,7 +186,8 @@ class JobState:
         by_itself, expendable = event["code"] not in _LAUNCHER_KILL_CODES, rank in self._expendable.ranks
         if by_itself and not (expendable and event["code"] <= 128 and self._nodes > 1):
             return self._set_verdict_of_death()
-        self._death_due = min(self._death_due, self._ranks.now + (FAR_S if expendable else DEATH_S))
+        later_s = timings.FIRST_DEATH_FAR_S if expendable else timings.FIRST_DEATH_S
+        self._death_due = min(self._death_due, self._ranks.now + later_s)
 
     def _set_verdict_of_death(self) -> None:
         new = sorted(self._deaths, key=lambda death: death[0])
@@ -209,11 +207,12 @@ class JobState:
         if self._launcher and first not in self._lost_deaths:  # else each rank prints it, in its own terminal
             aborted_far = event["code"] <= 128 and self._nodes > 1
             self._deaths = deaths
-            self._unprinted_death, self._print_death_at = first, self._ranks.now + FAR_S * aborted_far
+            self._unprinted_death = first
+            self._print_death_at = self._ranks.now + timings.FIRST_DEATH_FAR_S * aborted_far
             self._print_death()
 
     def _recent_losses(self) -> list[Death]:
-        return [lost for lost in self._lost_deaths if self._ranks.now <= lost[0] + FOLLOW_S]
+        return [lost for lost in self._lost_deaths if self._ranks.now <= lost[0] + timings.LAUNCHER_ENDS_RANKS_S]
 
     def _print_death(self) -> None:
         """Print which rank died. The order of an abort and a kill on two hosts is unknown: print both."""
@@ -232,7 +231,7 @@ class JobState:
     def _continue_without_dead(self, deaths: list[Death]) -> None:
         """Count dead expendable ranks as gone. A kill near another death may come from the launcher, which ends all
         ranks: a living rank prints it later. An exit does not count if the kill of a rank on another node may have
-        caused it; see FAR_S."""
+        caused it; see FIRST_DEATH_FAR_S."""
         near = [death for death in _not_by_launcher(deaths) if death[2]["code"] > 128 or self._nodes == 1]
         follow = bool(self._recent_losses() or near)
         printed = []
@@ -242,9 +241,9 @@ class JobState:
                 self._continue_without(rank, LostRank(event["how"], event["code"], ""))
             else:
                 line += f" while it waited for the others to end, since it {before.how}\n{before.traceback}"
-            later_s = GONE_S
+            later_s = timings.ABORT_SOON_S
             if follow and event["code"] in _LAUNCHER_KILL_CODES:
-                later_s = FOLLOW_S
+                later_s = timings.LAUNCHER_ENDS_RANKS_S
                 self._notices.append((self._ranks.now + later_s, line))
             else:
                 printed.append((rank, line))
@@ -333,8 +332,8 @@ class JobState:
             if record.end == "gone":
                 record.end = ""  # it reports that it has unwound, as all ranks do now
         self.verdict = {
-            "kind": "verdict", "rank": rank, "host": self._ranks[rank].host, "code": code, "text": text[:TEXT_CHARS],
-            "brief": text.partition("\n")[0], "traceback": "", "timeout": False, **more,
+            "kind": "verdict", "rank": rank, "host": self._ranks[rank].host, "code": code, "traceback": "",
+            "text": text[:timings.VERDICT_CHARS], "brief": text.partition("\n")[0], "timeout": False, **more,
         }  # fmt: skip
         self._send_verdict_at = self._ranks.now + later_s
         self._send_verdict()
@@ -346,10 +345,11 @@ class JobState:
             self._ranks.out.append((None, self.verdict))
 
     def _check_left(self) -> None:
-        left = {r for r, record in self._ranks.items() if record.end and self._ranks.now >= record.end_at + LEFT_S}
+        before = self._ranks.now - timings.LEFT_RANK_S
+        left = {rank for rank, record in self._ranks.items() if record.end and before >= record.end_at}
         for rank, record in sorted(self._ranks.items()) if left else ():
             never_come = left if record.members is None else left.intersection(record.members)
-            if never_come and record.waits_in and record.waits_for_peers and self._ranks.now >= record.since + LEFT_S:
+            if never_come and record.waits_in and record.waits_for_peers and before >= record.since:
                 never = f"and will never call {record.waits_in}, in which rank {rank} waits{record.earlier}"
                 return self._set_verdict_of_left(never_come, never)
 

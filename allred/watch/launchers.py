@@ -5,24 +5,28 @@ may wait for that host forever. After a job on one node that failed, it ends a l
 for: Open MPI's prterun sometimes does not end if one rank calls MPI_Abort while another finalizes.
 
 A launcher is an ancestor of a rank at the time when the rank connects. A pidfd identifies it, so that no later process
-with the same number is meant.
+with the same number is meant. The watcher writes on the stderr of the job, which is the launcher's.
 """
 
 import contextlib
 import os
 import select
 import signal
+import stat
 import time
 
+from allred.runtime.timings import FAILED_LAUNCHER_S, LAUNCHER_SIGNAL_S
 from allred.watch import process_state
-
-WAIT_S = 0.5  # for the launcher to end by itself, then for its end after SIGTERM
-FAILED_JOB_S = 30.0  # for the launcher of a job that failed, to end by itself
 
 
 class Launchers:
     def __init__(self) -> None:
         self._pidfds: dict[int, int] = {}  # by process id
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes, those that mpirun started first."""
+        return list(self._pidfds)
 
     def record(self, pid: int) -> dict[str, int]:
         """Open a pidfd for each launcher that is an ancestor of process `pid`. Return {name: pidfd} of the new ones. A
@@ -36,7 +40,7 @@ class Launchers:
         return new
 
     def end(self) -> None:
-        """Wait until the launchers have ended; after WAIT_S end them by SIGTERM, then by SIGKILL."""
+        """Wait until the launchers have ended; after LAUNCHER_SIGNAL_S end them by SIGTERM, then by SIGKILL."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             self._wait()
             for pidfd in self._pidfds.values():
@@ -44,15 +48,15 @@ class Launchers:
                     signal.pidfd_send_signal(pidfd, number)
 
     def end_childless(self) -> None:
-        """Wait until the launchers have ended; after FAILED_JOB_S end those that run, and have no child process."""
-        self._wait(FAILED_JOB_S)
+        """Wait until the launchers have ended; after FAILED_LAUNCHER_S end those that have no child process."""
+        self._wait(FAILED_LAUNCHER_S)
         children = process_state.children()
         for pid in list(self._pidfds):
             if pid in children or process_state.halted(pid):
                 os.close(self._pidfds.pop(pid))
         self.end()
 
-    def _wait(self, limit_s: float = WAIT_S) -> None:
+    def _wait(self, limit_s: float = LAUNCHER_SIGNAL_S) -> None:
         """Wait at most `limit_s`, and close the pidfds of those that have ended."""
         until, poll = time.monotonic() + limit_s, select.poll()
         for pidfd in self._pidfds.values():
@@ -63,3 +67,35 @@ class Launchers:
                 if pidfd in ended:
                     poll.unregister(pidfd)
                     os.close(self._pidfds.pop(pid))
+
+
+_NULL = os.makedev(1, 3)
+
+
+def open_stderr(launchers: list[int], ranks: list[int]) -> int:
+    """Return a descriptor of the job's stderr, -1 if there is none. This process has none of its own.
+
+    launchers: processes of the launcher, the outermost last. Preferred is a pipe or terminal of the launcher, then of a
+    rank: the launcher lives longer; but if its stderr is a file, it may overwrite the line.
+    """
+    kinds = {pid: _kind(pid) for pid in (*reversed(launchers), *ranks)}
+    streams = [pid for pid, kind in kinds.items() if kind == "stream"]
+    files = [pid for pid, kind in kinds.items() if kind == "file"]
+    return next((opened for pid in (*streams, *files) if (opened := _open(pid)) >= 0), -1)
+
+
+def _kind(pid: int) -> str:
+    try:
+        status = os.stat(f"/proc/{pid}/fd/2")
+    except OSError:
+        return ""
+    if stat.S_ISCHR(status.st_mode) and status.st_rdev == _NULL:
+        return ""
+    return "file" if stat.S_ISREG(status.st_mode) else "stream"
+
+
+def _open(pid: int) -> int:
+    try:
+        return os.open(f"/proc/{pid}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:
+        return -1

@@ -10,31 +10,26 @@ own ranks, and then its launcher.
 
 import contextlib
 import functools
-import hmac
 import json
 import os
-import selectors
+import secrets
 import signal
 import socket
-import stat
 import time
 
-from allred.channel import Channel, HandshakeError, Listener, connect, dispatch
-from allred.detached import serve
+from allred.runtime import timings
+from allred.runtime.channel import Channel, HandshakeError, Listener, connect, limit_resending, open_listener
+from allred.runtime.detached import serve
+from allred.runtime.loop import Loop
 from allred.watch import process_state, runner_link
 from allred.watch.heartbeat import Heartbeat
 from allred.watch.job_monitor import JobMonitor
 from allred.watch.job_state import JobState
-from allred.watch.launchers import Launchers
-from allred.watch.rank import HELLO_S, WatchedRank, owner
-from allred.watch.records import LARGEST, Event, WatcherSettings
-from allred.watch.runner_link import RunnerLink
+from allred.watch.launchers import Launchers, open_stderr
+from allred.watch.rank import WatchedRank, owner
+from allred.watch.records import Event, WatcherSettings
 
 PURPOSE = "watcher"  # of the channels between watchers
-TICK_S = 0.05
-LAUNCHER_S = 2.0  # how long a launcher that ends may take to end its ranks
-FIRST_RANK_S = 60.0  # time limit for the connection of the first rank
-AFTER_DEATH_S = 0.5  # after a death: which death to report may be known a moment later
 
 
 class Watcher:
@@ -42,7 +37,7 @@ class Watcher:
 
     def __init__(self, settings: WatcherSettings) -> None:
         self._settings = settings
-        self._selector = selectors.DefaultSelector()
+        self._loop = Loop()
         self._ranks: dict[int, WatchedRank] = {}
         self._links: list[Channel] = []
         self._heartbeats: dict[Channel, Heartbeat] = {}  # of the connections to other watchers
@@ -52,32 +47,32 @@ class Watcher:
         if settings.chief:
             how = settings.expendable, settings.launcher
             self._job = JobState(settings.size, settings.nodes, settings.warn_s, *how)
+        self._has_reported_verdict = False
         self._gone: dict[int, Event] = {}  # expendable ranks that are gone, with the message
         self._has_verdict = False  # so the job ends
-        self._give_up_at = time.monotonic() + FIRST_RANK_S
-        self._last_death = 0.0
+        self._give_up_at = time.monotonic() + timings.FIRST_RANK_S
+        self._last_death = self._last_event = 0.0
         self._launchers = Launchers()
-        self._ended_launcher, self._launcher_ended_at = "", float("inf")
+        self._ended_launcher = ""
         self._has_lost_host = False
         self._stderr = -1  # a descriptor of the job's stderr
-        self._runner: RunnerLink | None = None
+        self._runner: Channel | None = None
         self._monitor: JobMonitor | None = None
         if settings.chief:
-            self._monitor = JobMonitor(self._selector, settings.about, settings.size, settings.nodes)
+            self._monitor = JobMonitor(self._loop, settings.about, settings.size, settings.nodes)
         if settings.chief and settings.runner:
-            self._runner = runner_link.connect(settings.runner, settings.size)
-            if self._runner is not None:
-                self._selector.register(self._runner.connection, selectors.EVENT_READ, self._receive_from_runner)
+            self._connect_to_runner(*settings.runner.split())
         unix = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         unix.bind("")  # Linux chooses a name, which is not a file
         self.name = unix.getsockname().decode("latin-1")
         unix.listen(1024)
-        self._selector.register(unix, selectors.EVENT_READ, lambda: self._accept_rank(unix))
-        self.port, self._listener = 0, None
+        self._loop.on_input(unix, lambda: self._accept_rank(unix))
+        self.port = 0
+        self._beat()
         if settings.chief and settings.address:
-            tcp = socket.create_server((settings.address, 0), family=_family(settings.address))
+            tcp = open_listener(settings.address)
             self.port = tcp.getsockname()[1]
-            self._listener = Listener(self._selector, tcp, PURPOSE, settings.token, self._accept_watcher)
+            Listener(self._loop, tcp, PURPOSE, settings.token, self._accept_watcher)
 
     @property
     def answer(self) -> Event:
@@ -90,20 +85,14 @@ class Watcher:
         if self._monitor is not None:
             self._monitor.publish()
         while not self._is_done(now):
-            now = time.monotonic()  # if this process gets no core now, deaths before this time are still handled first
-            dispatch(self._selector, TICK_S)
-            if self._listener is not None:
-                self._listener.close_expired()
+            is_idle = now > self._last_event + timings.IDLE_S
+            now = self._loop.turn(timings.IDLE_TICK_S if is_idle else timings.WATCHER_TICK_S)
             if self._job is not None:
                 self._send(self._job.tick(now))
-                if self._runner is not None:
-                    self._runner.report_verdict(self._job.verdict)
+                self._report_verdict(self._job.verdict)
             if self._monitor is not None:
                 self._send(self._monitor.tick(now))
-            self._check_launcher(now)
-            self._beat(now)
-            self._lose_hosts(now)
-            if now > self._last_death + AFTER_DEATH_S:
+            if now > self._last_death + timings.REPORT_DEATH_S:
                 self._print("")
         if self._monitor is not None:
             self._monitor.close()
@@ -122,7 +111,7 @@ class Watcher:
             return False
         if not all(rank.gone for rank in self._ranks.values()):
             return False
-        is_past_death = now > self._last_death + AFTER_DEATH_S
+        is_past_death = now > self._last_death + timings.REPORT_DEATH_S
         if len(self._ranks) < self._settings.ranks and now <= self._give_up_at:
             return bool(self._ranks) and is_past_death  # a rank that died in init() keeps the others from connecting
         return is_past_death or all(rank.left for rank in self._ranks.values())
@@ -137,10 +126,10 @@ class Watcher:
         try:
             if owner(connection)[1] != os.geteuid():
                 raise ValueError
-            connection.settimeout(HELLO_S)
-            data, files, _, _ = socket.recv_fds(connection, LARGEST, 3)
+            connection.settimeout(timings.HELLO_S)
+            data, files, _, _ = socket.recv_fds(connection, timings.EVENT_BYTES, 3)
             hello = json.loads(data)
-            if not hmac.compare_digest(hello["token"], self._settings.token):
+            if not secrets.compare_digest(hello["token"], self._settings.token):
                 raise ValueError
             rank = WatchedRank(connection, hello, *files)
         except (OSError, ValueError, KeyError, TypeError):
@@ -148,9 +137,9 @@ class Watcher:
             return
         self._ranks[rank.number] = rank
         for name, pidfd in self._launchers.record(rank.pid).items() if self._settings.launcher else ():
-            self._selector.register(pidfd, selectors.EVENT_READ, functools.partial(self._launcher_ended, name, pidfd))
-        self._selector.register(connection, selectors.EVENT_READ, lambda: self._receive_event(rank))
-        self._selector.register(rank.pidfd, selectors.EVENT_READ, lambda: self._handle_death(rank))
+            self._loop.on_input(pidfd, functools.partial(self._launcher_ended, name, pidfd))
+        self._loop.on_input(connection, lambda: self._receive_event(rank))
+        self._loop.on_input(rank.pidfd, lambda: self._handle_death(rank))
         rank.send({"kind": "welcome"})
         if len(self._ranks) == 1 and self._job is None:
             self._connect_to_chief(hello["chief"])
@@ -162,7 +151,7 @@ class Watcher:
         if event is None:
             return False
         if not event:
-            self._selector.unregister(rank.connection)
+            self._loop.remove(rank.connection)
             rank.hang_up()
             return False
         self._report(event | {"rank": rank.number})
@@ -171,21 +160,19 @@ class Watcher:
     def _handle_death(self, rank: WatchedRank) -> None:
         while self._receive_event(rank):  # its last events
             pass
-        self._selector.unregister(rank.pidfd)
+        self._loop.remove(rank.pidfd)
         rank.dead, code = process_state.describe_end(rank.pidfd, rank.pid)
         self._open_stderr()  # before ago_s is computed, because it takes a while
         ago_s = time.monotonic() - (rank.hung_up_at or time.monotonic())
         self._report({"event": "died", "rank": rank.number, "how": rank.dead, "code": code, "ago_s": ago_s})
 
     def _launcher_ended(self, name: str, pidfd: int) -> None:
-        self._selector.unregister(pidfd)
-        self._ended_launcher, self._launcher_ended_at = name, min(self._launcher_ended_at, time.monotonic())
+        self._loop.remove(pidfd)
+        self._ended_launcher = name
+        self._loop.after(timings.LAUNCHER_ENDS_RANKS_S, self._report_orphans)
 
-    def _check_launcher(self, now: float) -> None:
+    def _report_orphans(self) -> None:
         """Report that the launcher has ended, and this node's ranks have not."""
-        if now < self._launcher_ended_at + LAUNCHER_S:
-            return
-        self._launcher_ended_at = float("inf")
         if left := [rank.number for rank in self._ranks.values() if not rank.dead and not rank.left]:
             how = f"has lost its launcher: {self._ended_launcher} has ended"
             self._report({"event": "orphaned", "rank": min(left), "how": how})
@@ -195,43 +182,56 @@ class Watcher:
     def _connect_to_chief(self, chief: Event) -> None:
         address, port = chief["address"], chief["port"]
         try:
-            self._chief = connect(_family(address), (address, port), PURPOSE, chief["token"])
+            self._chief = connect((address, port), PURPOSE, chief["token"])
         except (HandshakeError, OSError) as error:
             why = getattr(error, "strerror", None) or error
             where = f"at {address} port {port}"
             return self._continue_alone(f"cannot reach the watcher of the chief's node {where} ({why})")
-        self._chief.limit_resending(self._settings.limit_s)
-        self._selector.register(self._chief.connection, selectors.EVENT_READ, self._receive_from_chief)
+        limit_resending(self._chief.connection, self._settings.limit_s)
+        self._chief.serve(self._loop, self._receive_from_chief, self._lose_chief)
         self._heartbeats[self._chief] = Heartbeat(time.monotonic(), self._settings.limit_s, chief["host"])
 
-    def _receive_from_chief(self) -> None:
+    def _receive_from_chief(self, messages: list[Event]) -> None:
         assert self._chief is not None
-        try:
-            messages = self._chief.receive()
-        except (OSError, ValueError):
-            self._disconnect(self._chief)
-            return self._continue_alone("has lost the connection to the watcher of the chief's node")
         self._warn(self._heartbeats[self._chief].heard(time.monotonic()))
         for each in messages:
             self._deliver(each["rank"], each["message"])
 
+    def _lose_chief(self, error: Exception) -> None:
+        assert self._chief is not None
+        self._disconnect(self._chief)
+        self._continue_alone("has lost the connection to the watcher of the chief's node")
+
     def _disconnect(self, link: Channel) -> None:
         """Close the connection to another watcher."""
-        self._selector.unregister(link.connection)
-        link.connection.close()
+        link.close()
         del self._heartbeats[link]
         if link in self._links:
             self._links.remove(link)
 
-    def _receive_from_runner(self) -> None:
-        link = self._runner
-        assert link is not None
-        try:
-            self._send(link.receive())
-        except (OSError, ValueError, KeyError):  # `allred run` was killed, and mpirun with it
-            self._selector.unregister(link.connection)
-            link.connection.close()
-            self._runner = None
+    # `allred run`; runner_link.py has the messages.
+
+    def _connect_to_runner(self, host: str, port: str, secret: str) -> None:
+        """If that fails, the job continues, and `allred run` has only the exit code of mpirun."""
+        with contextlib.suppress(HandshakeError, OSError):
+            self._runner = connect((host, int(port)), runner_link.PURPOSE, secret)
+            self._runner.send({"event": "hello", "size": self._settings.size})
+            self._runner.serve(self._loop, self._receive_from_runner, self._lose_runner)
+
+    def _receive_from_runner(self, messages: list[Event]) -> None:
+        if not all({"kind", "rank"} <= message.keys() for message in messages):
+            raise ValueError("a message without kind or rank")
+        self._send([(message["rank"], message) for message in messages])
+
+    def _lose_runner(self, error: Exception) -> None:
+        """`allred run` was killed, and mpirun with it."""
+        self._runner = None
+
+    def _report_verdict(self, verdict: Event | None) -> None:
+        """Report the failure that ends the job, once."""
+        if self._runner is not None and verdict is not None and not self._has_reported_verdict:
+            self._has_reported_verdict = True
+            self._runner.send({"event": "verdict", **{key: verdict[key] for key in ("rank", "code", "text")}})
 
     def _continue_alone(self, why: str) -> None:
         """Continue for the ranks of this node. why: a predicate for the message; "" for no message."""
@@ -254,22 +254,17 @@ class Watcher:
             here[0].send({"kind": "print", "text": text})
 
     def _accept_watcher(self, link: Channel, events: list[Event]) -> None:
-        link.limit_resending(self._settings.limit_s)
+        limit_resending(link.connection, self._settings.limit_s)
         self._links.append(link)
         self._heartbeats[link] = Heartbeat(time.monotonic(), self._settings.limit_s)
-        self._selector.register(link.connection, selectors.EVENT_READ, lambda: self._receive_from_watcher(link))
+        link.serve(self._loop, lambda events: self._handle_events(link, events), lambda error: self._lose_watcher(link))
         self._handle_events(link, events)
 
-    def _receive_from_watcher(self, link: Channel) -> None:
-        try:
-            events = link.receive()
-        except (OSError, ValueError):
-            self._disconnect(link)
-            self._open_stderr()  # the launcher may end in a moment, because a host has failed
-            for rank in [rank for rank, other in self._links_by_rank.items() if other is link]:
-                self._report({"event": "unwatched", "rank": rank})
-            return
-        self._handle_events(link, events)
+    def _lose_watcher(self, link: Channel) -> None:
+        self._disconnect(link)
+        self._open_stderr()  # the launcher may end in a moment, because a host has failed
+        for rank in [rank for rank, other in self._links_by_rank.items() if other is link]:
+            self._report({"event": "unwatched", "rank": rank})
 
     def _handle_events(self, link: Channel, events: list[Event]) -> None:
         heartbeat = self._heartbeats[link]
@@ -285,16 +280,14 @@ class Watcher:
                 self._open_stderr()
             self._report(event)
 
-    def _beat(self, now: float) -> None:
-        """Send heartbeats, and report hosts that have sent none."""
-        for link, heartbeat in self._heartbeats.items():
-            if heartbeat.is_due(now):
-                link.send({"event": "alive"} if link is self._chief else {"rank": None, "message": {"kind": "alive"}})
+    def _beat(self) -> None:
+        """Send heartbeats, and report hosts that have sent none. Give up those that were silent until the time limit;
+        once the job is ending, all silent hosts at once."""
+        self._loop.after(timings.HEARTBEAT_PERIOD_S, self._beat)
+        now = self._loop.now
+        for link, heartbeat in [*self._heartbeats.items()]:
+            link.send({"event": "alive"} if link is self._chief else {"rank": None, "message": {"kind": "alive"}})
             self._warn(heartbeat.check(now))
-
-    def _lose_hosts(self, now: float) -> None:
-        """Give up hosts that were silent until the time limit; once the job is ending, all silent hosts at once."""
-        for link, heartbeat in list(self._heartbeats.items()):
             if heartbeat.is_lost(now) or (self._has_failed and heartbeat.is_silent):
                 self._lose_host(link, now)
 
@@ -318,6 +311,7 @@ class Watcher:
     # Events up, messages down.
 
     def _report(self, event: Event) -> None:
+        self._last_event = time.monotonic()
         needs_answer = event["event"] in ("failed", "limit")
         if needs_answer and self._chief is not None and self._heartbeats[self._chief].is_silent:
             self._lose_host(self._chief, time.monotonic())
@@ -325,8 +319,8 @@ class Watcher:
             self._monitor.take(event, time.monotonic())
         elif self._job is not None:
             self._job.handle(event, time.monotonic())
-            if self._runner is not None:
-                self._runner.report(event)
+            if self._runner is not None and event["event"] in runner_link.REPORTED:
+                self._runner.send({key: value for key, value in event.items() if key != "traceback"})
         elif self._chief is not None:
             self._chief.send(event)
 
@@ -390,8 +384,7 @@ class Watcher:
         """Open the stderr of the job. At a death, because the launcher may end in a moment."""
         if self._stderr < 0:
             living = [rank.pid for rank in self._ranks.values() if not rank.dead]
-            launchers = [pid for rank in self._ranks.values() for pid in rank.launcher if self._settings.launcher]
-            self._stderr = open_stderr(launchers, living)
+            self._stderr = open_stderr(self._launchers.pids, living)
             self._last_death = time.monotonic()
 
     def _print(self, line: str) -> None:
@@ -403,42 +396,6 @@ class Watcher:
             os.close(descriptor)
 
 
-def _family(address: str) -> int:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
 def main() -> None:
     """See detached.py."""
     serve(lambda settings: Watcher(WatcherSettings(**settings)))
-
-
-_NULL = os.makedev(1, 3)
-
-
-def open_stderr(launcher: list[int], ranks: list[int]) -> int:
-    """Return a descriptor of the job's stderr, -1 if there is none. This process has none of its own.
-
-    launcher: processes of the launcher, the outermost last. Preferred is a pipe or terminal of the launcher, then of a
-    rank: the launcher lives longer; but if its stderr is a file, it may overwrite the line.
-    """
-    kinds = {pid: _kind(pid) for pid in (*reversed(launcher), *ranks)}
-    streams = [pid for pid, kind in kinds.items() if kind == "stream"]
-    files = [pid for pid, kind in kinds.items() if kind == "file"]
-    return next((opened for pid in (*streams, *files) if (opened := _open(pid)) >= 0), -1)
-
-
-def _kind(pid: int) -> str:
-    try:
-        status = os.stat(f"/proc/{pid}/fd/2")
-    except OSError:
-        return ""
-    if stat.S_ISCHR(status.st_mode) and status.st_rdev == _NULL:
-        return ""
-    return "file" if stat.S_ISREG(status.st_mode) else "stream"
-
-
-def _open(pid: int) -> int:
-    try:
-        return os.open(f"/proc/{pid}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    except OSError:
-        return -1

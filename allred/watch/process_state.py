@@ -11,17 +11,17 @@ import select
 import signal
 import struct
 import time
+from collections.abc import Iterator
 
-STACK_S = 0.5  # for ranks to write their stacks
+from allred.runtime.timings import STACK_S
 
 _PIDFD_GET_INFO = 3 << 30 | 64 << 16 | 0xFF << 8 | 11  # Linux 6.13
 _PIDFD_INFO_EXIT = 1 << 3  # Linux 6.15
 _EXIT_CODE_AT = 60
-_STATUS_EXIT_CODE = 49
+_START_TIME, _STATUS_EXIT_CODE = 19, 49  # of the fields of /proc/PID/stat, from the state on
 _TRIES = 20
 _LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "prterun", "orterun", "srun")
 _DAEMONS = ("hydra_pmi_proxy", "prted", "orted")  # which mpirun starts on every node
-_MOST_ANCESTORS = 16
 _ENDED = ("?", "Z", "X")  # states; "?": there is no such process
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
 _LIBRARY = re.compile(r"/lib/python|/site-packages/|/allred/|^<frozen")
@@ -62,29 +62,29 @@ def _exit_status(pidfd: int, pid: int) -> int | None:
     return None
 
 
-def launcher(pid: int) -> list[int]:
-    """Return the processes of the launcher above a process: its parent, and the parent of that if it is an mpirun."""
-    found = [int(_status(pid)[1])]
-    above = int(_status(found[0])[1])
-    if is_launcher(above):
-        found.append(above)
-    return found
-
-
 def is_launcher(pid: int) -> bool:
     """Return whether a process is a launcher, by its name."""
     return name(pid) in _LAUNCHERS
 
 
+def starts_ranks(pid: int) -> bool:
+    """Return whether a process is a launcher or its daemon, by its name."""
+    return name(pid) in (*_LAUNCHERS, *_DAEMONS)
+
+
+def ancestors(pid: int) -> Iterator[int]:
+    """Yield the parent of a process, the parent of that, and so on."""
+    while (pid := int(_status(pid)[1])) > 0:
+        yield pid
+
+
 def launcher_ancestors(pid: int) -> list[int]:
     """Return the nearest launcher above a process, and the launcher's daemons below that; [] if there are none."""
     found = []
-    for _ in range(_MOST_ANCESTORS):
-        pid = int(_status(pid)[1])
-        program = name(pid)
-        if program in _DAEMONS or program in _LAUNCHERS:
-            found.append(pid)
-        if pid <= 1 or program in _LAUNCHERS:
+    for above in ancestors(pid):
+        if starts_ranks(above):
+            found.append(above)
+        if is_launcher(above):
             break
     return found
 
@@ -112,11 +112,6 @@ def is_alive(pid: int) -> bool:
     return _status(pid)[0] not in _ENDED
 
 
-def is_daemon(pid: int) -> bool:
-    """Return whether a process is the daemon of a launcher, by its name."""
-    return name(pid) in _DAEMONS
-
-
 def name(pid: int) -> str:
     """Return the name of a process; "" if it has ended."""
     try:
@@ -133,6 +128,12 @@ def _status(pid: int) -> list[str]:
             return file.read().rpartition(")")[2].split()
     except OSError:
         return ["?", "0"]
+
+
+def start_time(pid: int) -> str:
+    """Return the time at which a process was started, which distinguishes it from later ones with its id; "" if it has
+    ended."""
+    return "".join(_status(pid)[_START_TIME : _START_TIME + 1])
 
 
 def halted(pid: int) -> str:

@@ -8,10 +8,9 @@ import struct
 import time
 
 from allred.counters import CountersReader
+from allred.runtime.timings import EVENT_BYTES
 from allred.watch import process_state
-from allred.watch.records import LARGEST, Event
-
-HELLO_S = 3.0
+from allred.watch.records import Event
 
 _ENDS = {"failed": "at its end", "unwound": "at its end", "left": "has ended"}
 
@@ -36,7 +35,6 @@ class WatchedRank:
         self.role = ""
         self.pid, _ = owner(connection)
         self.hung_up_at = 0.0  # the last thread of its process may end much later
-        self.launcher = process_state.launcher(self.pid)
         os.set_blocking(pipe, False)
         self._counters = CountersReader(counters)
 
@@ -50,7 +48,7 @@ class WatchedRank:
         if self.connection.fileno() < 0:
             return None
         try:
-            data = self.connection.recv(LARGEST, socket.MSG_DONTWAIT)
+            data = self.connection.recv(EVENT_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return None
         except OSError:

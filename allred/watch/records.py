@@ -5,8 +5,7 @@ import dataclasses
 from collections.abc import Collection
 from typing import Any
 
-TEXT_CHARS = 9000  # longest verdict: a character takes at most 12 bytes of JSON, and the message less than LARGEST
-LARGEST = 2**17  # bytes of a message between a rank and its watcher; Linux takes no more than 208 KiB
+from allred.runtime.timings import VERDICT_CHARS
 
 Event = dict[str, Any]
 
@@ -82,14 +81,11 @@ class Records(dict[int, Record]):
 
     def print(self, rank: int, text: str) -> None:
         """Let a rank print a line."""
-        self.out.append((rank, {"kind": "print", "text": text[:TEXT_CHARS]}))
+        self.out.append((rank, {"kind": "print", "text": text[:VERDICT_CHARS]}))
 
     def announce(self, rank: int, text: str, **more: Any) -> None:
         """Let the watchers print a line about a rank that cannot print it."""
         self.out.append((None, {"kind": "announce", "rank": rank, "text": text, **more}))
-
-
-FOLLOW_S = 2.0  # how long after a death a launcher that does not let the others continue ends them
 
 
 @dataclasses.dataclass

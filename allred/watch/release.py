@@ -2,15 +2,8 @@
 
 from collections.abc import Collection
 
+from allred.runtime import timings
 from allred.watch.records import Records
-
-GRACE_S = 2.0  # how long the ranks may unwind
-PRINT_S = 0.1  # how long mpirun may take to print the output of ranks that have unwound; it has no fixed order
-ABORT_S = 8.0  # the longest time from the release to the end of the job; then the watchers kill the ranks
-LOST_HOST_S = 1.0  # the same, if a host is unreachable: its part of the launcher cannot answer
-GONE_S = 1.0  # the same as ABORT_S, from the death of the released rank, which should have aborted the job
-HOLD_S = 0.5  # interval of the message `hold` to lingering ranks; shorter than watcher_client.RELEASE_S
-PRINT_HOLD_S = 5.0  # a hold of this length is printed
 
 
 class Release:
@@ -22,7 +15,7 @@ class Release:
         self._clock: float | None = None  # when the first rank began to linger
         self._released: int | None = None
         self._released_at = 0.0
-        self._abort_s, self._has_lost_launcher = ABORT_S, False
+        self._abort_s, self._has_lost_launcher = timings.ABORT_S, False
         self._hold_at, self._print_hold_at, self._hold_printed = 0.0, float("inf"), False
 
     @property
@@ -31,14 +24,14 @@ class Release:
 
     def lose_host(self) -> None:
         """A host is unreachable: kill the ranks soon after the release."""
-        self._abort_s = LOST_HOST_S
+        self._abort_s = timings.ABORT_SOON_S
 
     def lose_launcher(self) -> None:
         """A launcher has ended: kill ranks that do not unwind."""
         self._has_lost_launcher = True
 
     def start_clock(self) -> None:
-        """Let the other ranks unwind for GRACE_S from now."""
+        """Let the other ranks unwind for UNWIND_S from now."""
         self._clock = self._ranks.now
 
     def unwound(self, rank: int) -> None:
@@ -56,7 +49,7 @@ class Release:
         if busy := self._ranks.busy():
             self._hold(busy)
             return []
-        late = self._clock is not None and self._ranks.now >= self._clock + GRACE_S
+        late = self._clock is not None and self._ranks.now >= self._clock + timings.UNWIND_S
         lingering = self._ranks.ended("unwound")
         if not lingering:
             if (self._gone or self._has_lost_launcher) and late:
@@ -65,7 +58,8 @@ class Release:
             return []
         chosen = culprit if culprit in lingering else lingering[0]
         others_unwind = any(
-            not record.end or (record.end == "unwound" and rank != chosen and self._ranks.now < record.end_at + PRINT_S)
+            not record.end
+            or (record.end == "unwound" and rank != chosen and self._ranks.now < record.end_at + timings.OUTPUT_S)
             for rank, record in self._ranks.items()
         )
         if others_unwind and not late:
@@ -75,8 +69,8 @@ class Release:
 
     def _kill_if_late(self, released: int) -> None:
         record = self._ranks[released]
-        gone = record.end == "dead" and self._ranks.now >= record.end_at + GONE_S  # the launcher ends no other rank
-        if gone or self._ranks.now >= self._released_at + self._abort_s:
+        is_dead = record.end == "dead" and self._ranks.now >= record.end_at + timings.ABORT_SOON_S
+        if is_dead or self._ranks.now >= self._released_at + self._abort_s:
             self._ranks.out.append((None, {"kind": "kill"}))
             self._released_at = record.end_at = float("inf")
 
@@ -86,11 +80,11 @@ class Release:
         if self._clock is not None:
             self._clock = now
         if now >= self._hold_at:
-            self._hold_at = now + HOLD_S
+            self._hold_at = now + timings.HOLD_PERIOD_S
             living = [rank for rank, record in self._ranks.items() if record.end != "dead"]
             self._ranks.out += [(rank, {"kind": "hold"}) for rank in living]
         if self._print_hold_at == float("inf"):
-            self._print_hold_at = now + PRINT_HOLD_S
+            self._print_hold_at = now + timings.PRINT_HOLD_S
         elif now >= self._print_hold_at and not self._hold_printed:
             self._hold_printed = True
             self._ranks.print(busy[0], f"rank {busy[0]} still writes; the job ends when it is done")

@@ -6,11 +6,10 @@ Both begin with a query: every watcher sends the states of the ranks on its node
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from allred.watch.records import TEXT_CHARS, Event, ExpendableWorkers, Record, Records
+from allred.runtime.timings import AFTER_BUSY_S, QUERY_S, RECHECK_S, VERDICT_CHARS
+from allred.watch.records import Event, ExpendableWorkers, Record, Records
 from allred.wording import named
 
-AFTER_S = 2.0  # no time limit ends the job this soon after a rank was busy: its failure may follow and comes first
-QUERY_S = 1.0  # how long a query waits for the watchers of other nodes
 WARN_FACTOR = 4  # the next warning of a wait comes when it has lasted this many times as long
 
 
@@ -65,7 +64,7 @@ class Stalls:
 
     def limit(self, rank: int, event: Event) -> None:
         """Handle the event `limit`: a wait has reached its time limit."""
-        if self._ranks.busy() or self._ranks.now < self._busy_at + AFTER_S:
+        if self._ranks.busy() or self._ranks.now < self._busy_at + AFTER_BUSY_S:
             return self._extend(rank, event["limit_s"])
         if self._stopped:
             return
@@ -146,7 +145,7 @@ class Stalls:
         elif purpose["event"] == "ended":
             ended, waited = named("rank", self._ranks.ended("left")), self._ranks.now - purpose["since"]
             text = f"{ended} ended {waited:.0f} s ago, and cannot leave MPI before the other ranks end\n{shown}"
-            self._ranks.announce(rank, text[:TEXT_CHARS], opens=True)
+            self._ranks.announce(rank, text[:VERDICT_CHARS], opens=True)
         elif self._ranks[rank].waits_in == what:
             self._warned = (rank, what)
             waited, earlier = self._ranks.now - self._ranks[rank].since, self._ranks[rank].earlier
@@ -175,9 +174,6 @@ class Stalls:
         self._fail(rank, text, 1, timeout=True)
 
 
-AGAIN_S = 0.5  # the shortest interval between two checks of one wait
-
-
 def unresponsive_ranks(
     servers: Sequence[int], limit_s: float, ranks: Mapping[int, Record], now: float
 ) -> tuple[list[int], float]:
@@ -203,7 +199,7 @@ def unresponsive_ranks(
     }
     late = sorted(rank for rank, at in due.items() if now >= at)
     answers = (ranks[server].active + limit_s for server in servers if server in ranks)
-    return late, 0.0 if late else max(AGAIN_S, min([*due.values(), *answers], default=math.inf) - now)
+    return late, 0.0 if late else max(RECHECK_S, min([*due.values(), *answers], default=math.inf) - now)
 
 
 def finalize_wait_since(ranks: Mapping[int, Record]) -> float | None:

@@ -13,11 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from allred import detached, launcher_variables, log, native, world
+from allred import launcher_variables, log, native, world
 from allred.cluster.launcher import launched_size
 from allred.cluster.topology import Topology
 from allred.config import Config
-from allred.watch import job_monitor, runner_link
+from allred.runtime import detached
+from allred.runtime.timings import LEAST_MPI_INIT_S
+from allred.watch import runner_link
 from allred.watch.records import WatcherSettings
 from allred.watch.watcher_client import WatcherClient
 
@@ -105,7 +107,10 @@ def _start_watcher(shape: Topology, config: Config, address: str, expendable: tu
         token=token, ranks=shape.local_size, size=shape.size, nodes=shape.nodes, warn_s=config.stall_warning_s,
         limit_s=config.timeout_s, chief=shape.rank == 0, address=address, expendable=expendable, launcher=launcher,
         runner=runner_link.address(),
-        about=job_monitor.describe(_job_name(config), " ".join(sys.argv), config.mode, config.starts),
+        about={
+            "job": _job_name(config), "program": " ".join(sys.argv), "mode": config.mode, "starts": config.starts,
+            "host": socket.gethostname(),
+        },
     )  # fmt: skip
     here = {"token": token, "host": socket.gethostname(), "address": address, "name": "", "port": 0}
     return here | detached.start(_MODULE, dataclasses.asdict(settings), process=_take_spawned())
@@ -171,8 +176,6 @@ def stop() -> None:
         here.watcher = None
 
 
-SHORTEST_S = 60.0  # ALLRED_TIMEOUT_S may be shorter than the start of many hosts
-
 _WHAT = (
     "in allred.init() for the other ranks: one has not started, ended before it called init(), or cannot be reached "
     "over the network (python -m allred doctor, under the same mpirun, finds out which)"
@@ -198,7 +201,7 @@ def startup_timeout(settings: dict[str, Any] | str, lifeline: int = -1) -> Itera
         return
     what = _WHAT if lifeline < 0 else _WHAT_BY_HAND
     warn_s, limit_s = (float(known.get(name, getattr(Config, name))) for name in ("stall_warning_s", "timeout_s"))
-    native.alarm(warn_s, max(limit_s, SHORTEST_S), f"rank {rank} on {socket.gethostname()}", what, lifeline)
+    native.alarm(warn_s, max(limit_s, LEAST_MPI_INIT_S), f"rank {rank} on {socket.gethostname()}", what, lifeline)
     try:
         yield
     finally:

@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from allred import world
 from allred.errors import CollectiveTimeout
-
-WHAT_CHARS = 500
-REPORT_S = 1.0  # shorter waits are not reported
+from allred.runtime.timings import REPORT_WAIT_S, WORDS_CHARS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +48,8 @@ class Wait:
         if watcher is None:
             return
         watcher.read()
-        if waited_s > min(REPORT_S, watcher.warn_s / 2) and not self._is_reported:
-            what = self._what[:WHAT_CHARS]
+        if waited_s > min(REPORT_WAIT_S, watcher.warn_s / 2) and not self._is_reported:
+            what = self._what[:WORDS_CHARS]
             more = {"members": self._members, "earlier": self._earlier}
             watcher.send("waiting", what=what, since_s=waited_s, peers=peers, quiet=self._quiet, **more)
             self._is_reported = True

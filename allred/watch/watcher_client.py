@@ -22,19 +22,10 @@ from typing import Any
 
 from allred import log
 from allred.errors import AllredError, CollectiveTimeout, RemoteRankError
+from allred.runtime import timings
 from allred.watch import runner_link
-from allred.watch.records import LARGEST
 
-WELCOME_S = 10.0
-RELEASE_S = 3.0  # more than release.GRACE_S
-LOOK_AGAIN_S = 1.0  # longest poll: the signal handler may have read the message just before it
-ANSWER_S = 2.0  # for the verdict of a time limit; more than stalls.QUERY_S
-
-# The longest traceback (its end) and text of an event. JSON encodes a character in at most 12 bytes, and the message,
-# with the text twice, must be shorter than LARGEST.
-_TRACEBACK_CHARS, _WORDS_CHARS = 9000, 500
 _F_SETOWN_EX, _F_OWNER_TID = 15, 0  # of Linux; the module fcntl lacks them
-_ROLE_CHARS = 200  # longest text of `set_role`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +69,8 @@ class WatcherClient:
         self.busy = False  # with work that must not be interrupted: then nothing is raised
         self._raised = False
         self._again_s = 0.0  # seconds by which the watcher extends a wait that reached its limit
-        self._held_at = -RELEASE_S
-        self.on_stop: Callable[[str], None] = _do_nothing  # ends the session after the current step
+        self._held_at = -timings.RELEASE_S
+        self.on_stop: Callable[[str], None] | None = None  # ends the session after the current step
         self.is_exiting = False  # the program ends: raise nothing in it
         self._pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._wake, self._stack = _free_signals()
@@ -92,11 +83,11 @@ class WatcherClient:
         hello = {**hello, "stack_signal": self._stack}
         pidfd = os.pidfd_open(self._pid)
         try:
-            self._socket.settimeout(WELCOME_S)
+            self._socket.settimeout(timings.WELCOME_S)
             self._socket.connect(name.encode("latin-1"))
             files = [pidfd, self._pipe[0], *([counters] if counters >= 0 else [])]
             socket.send_fds(self._socket, [json.dumps(hello).encode()], files)
-            if not self._socket.recv(LARGEST):
+            if not self._socket.recv(timings.EVENT_BYTES):
                 raise ConnectionError("it did not accept this rank")
         except OSError:
             self.close()
@@ -159,7 +150,7 @@ class WatcherClient:
         """Receive all messages that have arrived."""
         while self.is_alive():
             try:
-                data = self._socket.recv(LARGEST)
+                data = self._socket.recv(timings.EVENT_BYTES)
             except BlockingIOError:
                 return
             except OSError:
@@ -185,7 +176,7 @@ class WatcherClient:
             self._again_s = message["again_s"]
         elif message["kind"] == "hold":
             self._held_at = time.monotonic()
-        elif message["kind"] == "stop":
+        elif message["kind"] == "stop" and self.on_stop is not None:
             self.on_stop(message["reason"])
         elif message["kind"] == "gone":
             self.gone[message["rank"]] = message["how"]
@@ -207,23 +198,25 @@ class WatcherClient:
     def set_role(self, text: str) -> None:
         """Set the text of this rank in messages: its role, and after a ';' more for a failure, such as
         `parameter server 0; last checkpoint ckpt/step-00000400`. The last text counts."""
-        self.send("role", text=" ".join(text.split())[:_ROLE_CHARS])
+        self.send("role", text=" ".join(text.split())[: timings.ROLE_CHARS])
 
     def report_session(self, step: int, on_stop: Callable[[str], None] | None) -> None:
         """Report that a session begins or ends at this step. on_stop: called with the reason if the session has to end
         after the current step; None: it ends now."""
-        self.on_stop = on_stop or _do_nothing
+        self.on_stop = on_stop
         self.send("session", step=step, is_open=on_stop is not None)
 
     def report_failure(self, code: int, words: str, traceback: str = "") -> None:
         """Report that this rank is about to end with that exit code."""
         self.is_exiting = self.failed = True
-        self.send("failed", code=code, words=words[:_WORDS_CHARS], traceback=traceback[-_TRACEBACK_CHARS:])
+        self.send(
+            "failed", code=code, words=words[: timings.WORDS_CHARS], traceback=traceback[-timings.VERDICT_CHARS :]
+        )
 
     def fail(self, code: int, words: str, traceback: str) -> None:
         """As `report_failure`; then linger until this rank may end the job, or another rank's failure came first."""
         self.report_failure(code, words, traceback)
-        self._await(RELEASE_S, lambda: self.released or self.lingers or self.failed_elsewhere())
+        self._await(timings.RELEASE_S, lambda: self.released or self.lingers or self.failed_elsewhere())
         self._linger_while_others_run()
         if self.lingers and not self.released and not self.failed_elsewhere():
             self.linger()
@@ -243,20 +236,20 @@ class WatcherClient:
     def await_release(self) -> None:
         """Wait until this rank may end the job."""
         if self.verdict is None:
-            self._await(RELEASE_S, lambda: self.released or self.lingers or self.verdict is not None)
+            self._await(timings.RELEASE_S, lambda: self.released or self.lingers or self.verdict is not None)
             self._linger_while_others_run()
             self.send("unwound")
-        self._await(RELEASE_S, lambda: self.released)
+        self._await(timings.RELEASE_S, lambda: self.released)
 
     def end_is_delayed(self) -> bool:
         """Whether the end of the job is delayed, because a rank is busy."""
         self.read()
-        return time.monotonic() < self._held_at + RELEASE_S
+        return time.monotonic() < self._held_at + timings.RELEASE_S
 
     def _linger_while_others_run(self) -> None:
         """Wait while the others continue: until they have ended, or the watcher has."""
         while self.lingers and not self.linger_is_over():
-            self._await(LOOK_AGAIN_S, self.linger_is_over)
+            self._await(timings.LINGER_READ_S, self.linger_is_over)
 
     def linger_is_over(self) -> bool:
         """Whether there is a verdict, the release, or no watcher."""
@@ -271,7 +264,7 @@ class WatcherClient:
         or no answer. servers, ranks, earlier: see the event `limit` of job_state.py."""
         self._again_s = 0.0
         self.report_limit(what, limit_s, servers, ranks, earlier)
-        self._await(ANSWER_S, lambda: self.has_error or self._again_s > 0)
+        self._await(timings.LIMIT_VERDICT_S, lambda: self.has_error or self._again_s > 0)
         return 0.0 if self.has_error else self._again_s
 
     def report_limit(
@@ -279,11 +272,11 @@ class WatcherClient:
     ) -> None:
         """Report a wait that has reached its limit. Arguments as for `await_limit_verdict`."""
         more = {"servers": list(servers), "ranks": list(ranks), "earlier": earlier}
-        self.send("limit", what=what[:_WORDS_CHARS], limit_s=limit_s, **more)
+        self.send("limit", what=what[: timings.WORDS_CHARS], limit_s=limit_s, **more)
 
     def await_verdict(self) -> None:
-        """Wait for a verdict, at most ANSWER_S seconds."""
-        self._await(ANSWER_S, lambda: self.verdict is not None)
+        """Wait for a verdict, at most LIMIT_VERDICT_S seconds."""
+        self._await(timings.LIMIT_VERDICT_S, lambda: self.verdict is not None)
 
     def _await(self, seconds: float, done: Any) -> None:
         begin = time.monotonic()
@@ -319,10 +312,6 @@ class WatcherClient:
             self._socket.close()
             for end in self._pipe:
                 os.close(end)
-
-
-def _do_nothing(reason: str) -> None:
-    """Receive a stop request without a session."""
 
 
 def _may_receive_usr1() -> bool:

@@ -14,7 +14,7 @@ import json, os, signal, sys, time
 import numpy as np
 import allred
 from allred.launch import rendezvous_client
-rendezvous_client.REMIND_S = 0.5
+rendezvous_client.REMIND_TASKS_S = 0.5
 cluster, job, index = json.loads(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 {before}
 server = allred.Server(cluster, job, index)

@@ -15,7 +15,7 @@ import pytest
 from hosts import hosts
 from test_shm import full
 
-from allred import channel
+from allred.runtime import channel
 
 PROGRAM = """
 import os, pathlib, sys, time

@@ -224,7 +224,7 @@ def test_a_rank_that_waits_in_init_for_others_prints_it(mpi, tmp_path):
 @pytest.mark.parametrize("mpi", MPIS)
 def test_a_rank_gives_up_waiting_in_init_at_the_time_limit(mpi):
     code = (
-        "import os, time\nimport allred\nfrom allred.watch import start\nstart.SHORTEST_S = 3\n"
+        "import os, time\nimport allred\nfrom allred.watch import start\nstart.LEAST_MPI_INIT_S = 3\n"
         "rank = int(os.environ.get('PMI_RANK') or os.environ['OMPI_COMM_WORLD_RANK'])\n"
         "if rank == 1: time.sleep(60)\n"
         "allred.init(banner=False)\nprint('there', flush=True)\n"

@@ -213,7 +213,7 @@ def refuse(way):
 NO_PROC = "segment._through_proc = refuse(segment._through_proc)\n"
 NO_SOCKET = "segment.over_socket = refuse(segment.over_socket)\n"
 NO_MEMFD = "def fail(*_): raise OSError(28, 'No space left on device')\nif RANK == 0: os.{function} = fail\n"
-ANOTHER_USER = "segment.SOCKET_S = 0.5\nif RANK == 0: os.geteuid = lambda: 12345\n"
+ANOTHER_USER = "segment.DESCRIPTOR_S = 0.5\nif RANK == 0: os.geteuid = lambda: 12345\n"
 
 # Rank 2 is led to a memfd of its own: of the same size, and in the worst case with the same first bytes.
 WRONG = """

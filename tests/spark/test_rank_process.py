@@ -33,7 +33,7 @@ def start(function, size=1, supervised=False, **spec):
 
 
 def test_a_rank_that_has_returned_waits_for_the_others(monkeypatch):
-    monkeypatch.setattr(rank_process, "EXIT_S", 0.2)  # for a rank that has failed
+    monkeypatch.setattr(rank_process, "RANK_EXIT_S", 0.2)  # for a rank that has failed
 
     def end():
         allred.init()

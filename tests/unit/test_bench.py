@@ -325,7 +325,7 @@ def test_argument_errors_of_the_benchmarks_of_developers(words, message):
 
 def test_other_ranks_are_silent(monkeypatch, capfd):
     monkeypatch.setenv("PMI_RANK", "1")
-    monkeypatch.setattr(command_line, "_EXIT_DELAY_S", 0)
+    monkeypatch.setattr(command_line, "PRINT_FIRST_S", 0)
     assert command.main(["--help"]) == 0
     assert command.main(["allreduce", "--sizes", "?"]) == 2
     assert capfd.readouterr() == ("", "")

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import selectors
 import socket
 import threading
 import time
@@ -11,17 +10,15 @@ import tracemalloc
 import pytest
 from ports import reserved_ports
 
-from allred import channel
-from allred.channel import (
-    LINE_BYTES,
-    MAX_UNAUTHENTICATED,
-    UNAUTHENTICATED_BYTES,
+from allred.runtime import channel
+from allred.runtime.channel import (
     Channel,
     HandshakeError,
     Listener,
     connect,
-    dispatch,
 )
+from allred.runtime.loop import Loop
+from allred.runtime.timings import LINE_BYTES, UNAUTHENTICATED_BYTES, UNAUTHENTICATED_PEERS
 
 WAIT_S = 60.0
 
@@ -29,12 +26,12 @@ WAIT_S = 60.0
 class Served:
     """A Listener in a thread that echoes each message. `refused`: the arguments of the calls of `refusal`."""
 
-    def __init__(self, secret="secret", purpose="test"):
-        self.refused = []
-        self.selector = selectors.DefaultSelector()
-        self.socket = socket.create_server(("127.0.0.1", 0))
-        self.where = socket.AF_INET, self.socket.getsockname()
-        self.listener = Listener(self.selector, self.socket, purpose, secret, self.admit, self.refusal)
+    def __init__(self, secret="secret", purpose="test", listening=None):
+        self.refused, self.lost = [], []
+        self.loop = Loop()
+        self.socket = listening or socket.create_server(("127.0.0.1", 0))
+        self.where = self.socket.getsockname()
+        self.listener = Listener(self.loop, self.socket, purpose, secret, self.admit, self.refusal)
         self.ends = False
 
     def refusal(self, host, has):
@@ -42,37 +39,35 @@ class Served:
         return "no"
 
     def admit(self, peer, messages):
-        self.selector.register(peer.connection, selectors.EVENT_READ, lambda: self.answer(peer))
+        peer.serve(self.loop, lambda messages: self.echo(peer, messages), self.lost.append)
+        self.echo(peer, messages)
+
+    def echo(self, peer, messages):
         for message in messages:
             peer.send(message)
+            if "wrong" in message:
+                raise ValueError("not of the protocol")
 
-    def answer(self, peer):
-        try:
-            for message in peer.receive():
-                peer.send(message)
-        except (OSError, ValueError):
-            self.selector.unregister(peer.connection)
-            peer.connection.close()
-
-    def loop(self):
+    def run(self):
         while not self.ends:
-            dispatch(self.selector, 0.02)
-            self.listener.close_expired()
+            self.loop.turn()
 
     def __enter__(self):
-        self.thread = threading.Thread(target=self.loop)
+        self.thread = threading.Thread(target=self.run)
         self.thread.start()
         return self
 
     def __exit__(self, *_):
         self.ends = True
+        self.loop.wake()
         self.thread.join()
-        for key in list(self.selector.get_map().values()):
-            key.fileobj.close()
-        self.selector.close()
+        for key in list(self.loop._selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+        self.loop.close()
 
     def stranger(self):
-        return socket.create_connection(self.where[1], WAIT_S)
+        return socket.create_connection(self.where, WAIT_S)
 
 
 def echo(peer, message):
@@ -82,7 +77,7 @@ def echo(peer, message):
 
 def test_peers_that_know_the_secret_talk():
     with Served() as served:
-        peer = connect(*served.where, "test", "secret")
+        peer = connect(served.where, "test", "secret")
         assert echo(peer, {"text": "x" * 300_000})
         assert echo(peer, {"text": "\ud800 é"})
         peer.connection.close()
@@ -92,7 +87,7 @@ def test_peers_that_know_the_secret_talk():
 def test_a_wrong_secret_is_an_error_at_both_ends(secret, has):
     with Served() as served:
         with pytest.raises(HandshakeError, match="refuses this process: no"):
-            connect(*served.where, "test", secret)
+            connect(served.where, "test", secret)
         assert served.refused == [("127.0.0.1", has)]
 
 
@@ -102,7 +97,7 @@ def impostor(answers, purpose="test", count=1):
 
     def come(where):
         try:
-            connect(socket.AF_INET, where, purpose, "secret").connection.close()
+            connect(where, purpose, "secret").connection.close()
             outcome.append(None)
         except (HandshakeError, OSError) as error:
             outcome.append(error)
@@ -190,17 +185,42 @@ def test_other_programs_and_versions_are_reported(greeting, words):
 
 def test_no_listener_at_the_address():
     with pytest.raises(ConnectionRefusedError):
-        connect(socket.AF_INET, ("127.0.0.1", *reserved_ports(1)), "test", "secret")
+        connect(("127.0.0.1", *reserved_ports(1)), "test", "secret")
 
 
 def test_no_answer():
     with socket.create_server(("127.0.0.1", 0)) as listening, pytest.raises(TimeoutError):
-        connect(socket.AF_INET, listening.getsockname(), "test", "secret", limit_s=0.2)
+        connect(listening.getsockname(), "test", "secret", limit_s=0.2)
+
+
+def test_messages_that_are_not_of_the_protocol_close_the_channel():
+    with Served() as served:
+        peer = connect(served.where, "test", "secret")
+        assert echo(peer, {"text": "right"})
+        peer.send({"wrong": True})
+        assert hear(peer) == {"wrong": True}
+        with pytest.raises(ConnectionError):
+            peer.receive()
+        peer.close()
+    assert [str(error) for error in served.lost] == ["not of the protocol"]
+
+
+def test_a_unix_socket(tmp_path):
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "socket"))
+        with Served(listening=listening) as served:
+            peer = connect(served.where, "test", "secret")
+            assert echo(peer, {"text": "x"})
+            assert peer.detach() is peer.connection
+            peer.close()
+            with pytest.raises(HandshakeError, match="refuses this process: no"):
+                connect(served.where, "test", "guess")
+            assert served.refused == [("this host", True)]
 
 
 def test_a_peer_that_is_closed_before_authentication_connects_again():
     served, found = Served(), []
-    peer = threading.Thread(target=lambda: found.append(connect(*served.where, "test", "secret")))
+    peer = threading.Thread(target=lambda: found.append(connect(served.where, "test", "secret")))
     peer.start()
     served.socket.setblocking(True)
     served.socket.accept()[0].close()
@@ -213,19 +233,19 @@ def test_a_peer_that_is_closed_before_authentication_connects_again():
 
 def test_unauthenticated_connections_are_limited_and_block_no_peer():
     with Served() as served, contextlib.ExitStack() as stack:
-        before = connect(*served.where, "test", "secret")
+        before = connect(served.where, "test", "secret")
         strangers = []
-        for number in range(2 * MAX_UNAUTHENTICATED):
+        for number in range(2 * UNAUTHENTICATED_PEERS):
             strangers.append(stack.enter_context(served.stranger()))
             if number % 50 == 0:
                 assert echo(before, {"number": number})
-        after = connect(*served.where, "test", "secret")
+        after = connect(served.where, "test", "secret")
         assert echo(before, {"still": "here"})
         assert echo(after, {"now": "here"})
-        for stranger in strangers[: MAX_UNAUTHENTICATED + 1]:  # the oldest are closed, and had the greeting
+        for stranger in strangers[: UNAUTHENTICATED_PEERS + 1]:  # the oldest are closed, and had the greeting
             while stranger.recv(200):
                 pass
-        assert len(served.listener._pending) <= MAX_UNAUTHENTICATED
+        assert len(served.listener._pending) <= UNAUTHENTICATED_PEERS
         before.connection.close()
         after.connection.close()
 
@@ -237,7 +257,7 @@ def test_a_stranger_s_long_line_closes_its_connection(line):
             stranger.sendall(line)
             while stranger.recv(200):
                 pass
-        peer = connect(*served.where, "test", "secret")
+        peer = connect(served.where, "test", "secret")
         assert echo(peer, {"still": "here"})
         peer.connection.close()
 

@@ -9,7 +9,7 @@ from ports import reserved_ports
 from allred.comm.backends import connections
 from allred.errors import ConfigError
 
-SECRET, TOKEN = b"s" * 32, b"t" * 16
+SECRET, TOKEN = "secret", "token"
 
 
 @pytest.fixture
@@ -18,13 +18,12 @@ def listener():
         yield one
 
 
-def accept(listener, expected=(1,), secret=SECRET, rank=0):
-    return connections._Acceptor([listener], secret, TOKEN, rank, set(expected))
+def accept(listener, expected=(1,)):
+    return connections._Acceptor([listener], SECRET, TOKEN, set(expected))
 
 
-def connect(listener, secret=SECRET, token=TOKEN, rank=1, peer=0, before=()):
-    there = [*before, listener.getsockname()]
-    return connections._connect_to_first(there, secret, token, rank, peer)
+def connect(listener, secret=SECRET, token=TOKEN, rank=1, before=()):
+    return connections._connect_to_first([*before, listener.getsockname()], secret, token, rank)
 
 
 def test_both_ends_prove_that_they_know_the_secret(listener):
@@ -38,13 +37,16 @@ def test_both_ends_prove_that_they_know_the_secret(listener):
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [{"secret": b"x" * 32}, {"token": b"x" * 16}, {"rank": 2}, {"peer": 3}],
-    ids=lambda wrong: next(iter(wrong)),
+    ("wrong", "said"),
+    [
+        ({"secret": "guess"}, "it did not prove that it belongs to this job"),
+        ({"token": "of another rank"}, "it did not prove that it belongs to this job"),
+        ({"rank": 2}, "the peer has closed the connection"),
+    ],
 )
-def test_a_connection_without_proof_is_refused(listener, wrong):
+def test_a_connection_without_proof_or_of_an_unexpected_rank_is_refused(listener, wrong, said):
     acceptor = accept(listener)
-    assert "did not prove that it belongs to this job" in connect(listener, **wrong)
+    assert connect(listener, **wrong).endswith(said)
     with connect(listener):  # the right one is still accepted
         found = acceptor.finish(5)
         assert list(found) == [1]
@@ -55,8 +57,8 @@ def test_a_program_that_sends_nothing_delays_no_one(listener):
     acceptor = accept(listener)
     with socket.create_connection(listener.getsockname()), connect(listener):
         begun = time.monotonic()
-        found = acceptor.finish(connections.HANDSHAKE_S)
-        assert time.monotonic() - begun < connections.HANDSHAKE_S / 2
+        found = acceptor.finish(connections.AUTHENTICATE_S)
+        assert time.monotonic() - begun < connections.AUTHENTICATE_S / 2
         found[1].close()
 
 
@@ -72,7 +74,7 @@ def test_the_first_address_that_answers_is_taken(listener):
 def test_what_each_address_said_is_reported(listener):
     listener.close()
     closed = ("127.0.0.1", *reserved_ports(1))
-    said = connections._connect_to_first([closed], SECRET, TOKEN, 1, 0)
+    said = connections._connect_to_first([closed], SECRET, TOKEN, 1)
     assert said == f"127.0.0.1 port {closed[1]}: [Errno 111] Connection refused"
 
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from allred import detached
+from allred.runtime import detached
 from allred.watch import start
 
 MODULE = "allred.watch.process"
@@ -25,7 +25,7 @@ def test_without_settings_it_ends():
 
 
 def test_it_ends_if_its_rank_is_killed():
-    code = f"from allred import detached; detached.spawn({MODULE!r}); import os; os.kill(os.getpid(), 9)"
+    code = f"from allred.runtime import detached; detached.spawn({MODULE!r}); import os; os.kill(os.getpid(), 9)"
     rank = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, timeout=60, check=False)
     assert (rank.returncode, rank.stderr) == (-9, b"")  # stderr has ended: no process holds it
 

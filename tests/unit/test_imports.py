@@ -33,7 +33,7 @@ PACKAGES = (
     ),
     *("session", "client", "launch", "modes", "ps", "comm", "fusion", "timeline", "watch", "data", "optim", "arena"),
     *("cluster", "checkpoint", "gpu", "nest", "native", "arrays", "validators", "log", "world", "counters", "config"),
-    *("errors", "detached", "channel", "command_line", "launcher_variables", "wording"),
+    *("errors", "command_line", "runtime", "launcher_variables", "wording"),
 )
 
 # Inside of comm, top to bottom: what users call; the communicator; the backends; what these are made of.
@@ -178,6 +178,38 @@ def test_no_modules_import_each_other():
         for module, others in graph().items()
     }
     assert cycle_in(edges) == []
+
+
+# Modules that have one user, so that there is one event loop and one authenticated channel. rank_output.py becomes the
+# program of the rank, and imports nothing of allred, which would delay each start.
+ONE_MECHANISM = {
+    "selectors": {"allred.runtime.loop", "allred.run.rank_output"},
+    "hmac": {"allred.runtime.channel"},
+}
+
+
+def imported(module: str) -> set[str]:
+    """The modules of Python that a module of allred imports."""
+    nodes = list(ast.walk(modules()[module]))
+    found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return found | {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+
+
+@pytest.mark.parametrize("name", ONE_MECHANISM)
+def test_one_mechanism(name):
+    assert {module for module in modules() if name in imported(module)} == ONE_MECHANISM[name]
+
+
+def test_no_module_that_listens_reads_pickles():
+    """Bytes of a stranger are read by the channel, which reads JSON before and after the proof."""
+    calls = {
+        module: {node.func.attr for node in ast.walk(tree) if isinstance(node, ast.Call) and hasattr(node.func, "attr")}
+        for module, tree in modules().items()
+    }
+    listens = {module for module in modules() if calls[module] & {"listen", "create_server", "open_listener"}}
+    listens -= {"allred.spark.rank_program"}  # for an address; its function arrives through a pipe of its parent
+    assert len(listens) > 5
+    assert [module for module in listens if imported(module) & {"pickle", "marshal", "cloudpickle"}] == []
 
 
 def test_a_cycle_is_found():

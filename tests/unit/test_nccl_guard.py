@@ -134,7 +134,7 @@ def test_a_call_of_nccl_that_fails_waits_for_the_verdict(guard):
 
 
 def test_without_a_verdict_the_error_of_nccl_is_raised(guard, monkeypatch):
-    monkeypatch.setattr(nccl_guard, "GRACE_S", 0.01)
+    monkeypatch.setattr(nccl_guard, "NCCL_VERDICT_S", 0.01)
     guard._communicator.error = RuntimeError("a link is down")
     with worlds.installed(watcher=Line()):
         guard.watch(End(), "allreduce")

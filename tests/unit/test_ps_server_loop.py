@@ -347,7 +347,7 @@ def test_it_looks_once_a_second_or_more_often():
     assert silent.due(0.0)
     silent.check((), (), True, 0.0)
     assert not silent.due(0.1)
-    assert silent.due(module.TICK_S)
+    assert silent.due(module.SILENT_WORKER_TICK_S)
 
 
 def test_the_limit_counts_from_the_last_request_of_the_awaited_worker():

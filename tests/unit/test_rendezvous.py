@@ -12,12 +12,12 @@ import time
 import pytest
 from ports import reserved_ports
 
-from allred import detached
 from allred.config import secret
 from allred.errors import ConfigError
 from allred.launch import rendezvous_client
 from allred.launch.rendezvous_server import Pmi, mapping
 from allred.launch.rendezvous_state import RendezvousState
+from allred.runtime import detached
 
 # ---- PMI-1
 
@@ -228,9 +228,7 @@ def test_a_task_restarted_while_its_job_runs_waits_for_its_end():
     with meeting_place() as address, contextlib.ExitStack() as stack:
 
         def come(task):
-            found = rendezvous_client.Connector(ADDRESSES, task, "s").connect(
-                [(socket.AF_INET, address)], **hello(task)
-            )
+            found = rendezvous_client.Connector(ADDRESSES, task, "s").connect([address], **hello(task))
             return stack.enter_context(contextlib.closing(found.connection)), found
 
         tasks = {task: come(task) for task in ADDRESSES}

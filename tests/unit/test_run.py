@@ -1,18 +1,24 @@
 """`allred run` without processes: hosts, commands, reports of ranks, decisions after a start."""
 
 import argparse
+import contextlib
 import itertools
+import json
 import os
+import threading
+import time
 
 import pytest
 
 from allred.cluster.processors import own_cores, usable_cores
 from allred.errors import AllredError, ConfigError
-from allred.run import command, host_list, mpirun, probe, restarts, torch_variables
+from allred.run import command, host_list, mpirun, resize, restarts
 from allred.run.host_list import HostList
-from allred.run.reports import Reports
+from allred.run.job import Reports
 from allred.run.restarts import End, RestartPolicy
 from allred.run.runner import delete_commits
+from allred.runtime.channel import HandshakeError, connect
+from allred.runtime.loop import Loop
 from allred.watch import job_directory
 
 SLURM = {"SLURM_JOB_NODELIST": "n[1-2],gpu3", "SLURM_TASKS_PER_NODE": "4(x2),2"}
@@ -110,12 +116,12 @@ def test_threads_of_blas_are_the_cores_of_a_rank_unless_they_are_given():
 
 def test_torchs_variables_name_the_first_host_and_keep_those_of_the_user():
     here = os.uname().nodename
-    found = torch_variables.settings({here: 2, "localhost": 1}, {})
+    found = mpirun.torch_variables({here: 2, "localhost": 1}, {})
     assert (found["MASTER_ADDR"], found["WORLD_SIZE"]) == ("127.0.0.1", "3")
     assert 1024 < int(found["MASTER_PORT"]) < 32768
     given = {"MASTER_PORT": "1", "WORLD_SIZE": "7"}
-    assert torch_variables.settings({"198.51.100.1": 1, "localhost": 1}, given) == {"MASTER_ADDR": "198.51.100.1"}
-    assert torch_variables.settings({"localhost": 1, "198.51.100.1": 1}, given) != {"MASTER_ADDR": "localhost"}
+    assert mpirun.torch_variables({"198.51.100.1": 1, "localhost": 1}, given) == {"MASTER_ADDR": "198.51.100.1"}
+    assert mpirun.torch_variables({"localhost": 1, "198.51.100.1": 1}, given) != {"MASTER_ADDR": "localhost"}
 
 
 def options(**given):
@@ -205,7 +211,7 @@ def test_the_delay_doubles_without_progress_and_begins_anew_after_it():
     delays = [policy.decide(End(137, restored=step)).delay_s for step in (None, 4, 4, 4, 8, 8)]
     assert delays == [0.5, 0.5, 1.0, 2.0, 0.5, 1.0]
     longest = [RestartPolicy(30)] * 20
-    assert [policy.decide(End(137)).delay_s for policy in longest][-1] == restarts.LONGEST_DELAY_S
+    assert [policy.decide(End(137)).delay_s for policy in longest][-1] == restarts.LONGEST_RESTART_DELAY_S
 
 
 def test_the_same_exception_at_the_same_step_ends_the_job():
@@ -237,13 +243,8 @@ def test_the_directory_of_jobs_belongs_to_the_user_alone(tmp_path, monkeypatch):
         job_directory.directory()
 
 
-def test_sockets_of_killed_jobs_are_removed(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    left = job_directory.directory() / "old.run"
-    left.touch()
-    assert job_directory.run_sockets() == {}
-    assert not left.exists()
-    assert job_directory.choose("", {"a": 1}, "job") == 1
+def test_a_job_is_chosen_by_its_name_or_because_it_is_the_only_one():
+    assert job_directory.choose("", {"a": 1}, "job") == job_directory.choose("a", {"a": 1, "b": 2}, "job") == 1
     with pytest.raises(AllredError, match=r"which job\?; running here: a, b"):
         job_directory.choose("", {"a": 1, "b": 2}, "job")
 
@@ -253,18 +254,48 @@ def test_hosts_without_an_answer_are_found_with_the_agent_of_mpirun(tmp_path):
     agent.write_text('#!/bin/sh\n[ "$1" = 198.51.100.1 ]\n')
     agent.chmod(0o755)
     environ = {"HYDRA_LAUNCHER_EXEC": str(agent)}
-    assert probe.unreachable(["localhost", "198.51.100.1", "198.51.100.2"], environ) == {"198.51.100.2"}
-    assert probe.unreachable(["198.51.100.2"], {"PBS_NODEFILE": "x"}) == set()
+    assert host_list.unreachable(["localhost", "198.51.100.1", "198.51.100.2"], environ) == {"198.51.100.2"}
+    assert host_list.unreachable(["198.51.100.2"], {"PBS_NODEFILE": "x"}) == set()
 
 
-def test_entries_of_killed_watchers_are_removed(tmp_path, monkeypatch):
+@pytest.mark.parametrize("other", [{"process": 4194305}, {"started": "0"}, {}])  # no such process; another one; neither
+def test_entries_of_killed_processes_are_removed(tmp_path, monkeypatch, other):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    path = job_directory.write_entry("mine", {"port": 1})
+    path = job_directory.write_entry("mine", job_directory.JOB, {"port": 1})
     assert path.stat().st_mode & 0o777 == 0o600
-    assert job_directory.entries()["mine"]["port"] == 1
-    path.write_text('{"watcher": 4194305}')  # more than the largest process id
-    assert job_directory.entries() == {}
-    assert not path.exists()
+    path.write_text(json.dumps({**json.loads(path.read_text()), **other}))
+    assert list(job_directory.entries(job_directory.JOB)) == ([] if other else ["mine"])
+    assert job_directory.entries(job_directory.RUN) == {}
+    assert path.exists() == (not other)
+
+
+def test_a_request_that_is_not_one_ends_no_job(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with contextlib.closing(Loop()) as loop:
+        requests = resize.ResizeRequests(loop, "mine", lambda request: f"{int(request['np'])} ranks")
+        with pytest.raises(AllredError, match="a job with the name 'mine' runs here already"):
+            resize.ResizeRequests(loop, "mine", str)
+        entry, replies = job_directory.entries(job_directory.RUN)["mine"], []
+
+        def ask(secret, message):
+            try:
+                with contextlib.closing(connect(("127.0.0.1", entry["port"]), resize.PURPOSE, secret)) as peer:
+                    peer.send(message)
+                    replies.append(peer.receive_one(time.monotonic() + 60))
+            except (HandshakeError, ConnectionError) as error:
+                replies.append(str(error))
+
+        given = [("guess", {"np": 4}), (entry["secret"], {"np": "x"}), (entry["secret"], {"np": 4})]
+        for number, each in enumerate(given, 1):
+            thread = threading.Thread(target=ask, args=each)
+            thread.start()
+            while len(replies) < number:
+                loop.turn(0.05)
+            thread.join()
+        requests.close()
+    assert replies[0].startswith("refuses this process: ")
+    assert replies[1:] == ["the peer has closed the connection", {"text": "4 ranks", "code": 0}]
+    assert job_directory.entries(job_directory.RUN) == {}
 
 
 def test_only_commits_are_deleted(tmp_path):

@@ -4,9 +4,9 @@ import types
 
 import pytest
 
-from allred.watch import stalls
+from allred.runtime import timings
 from allred.watch.job_state import JobState
-from allred.watch.stalls import AGAIN_S, finalize_wait_since, unresponsive_ranks
+from allred.watch.stalls import finalize_wait_since, unresponsive_ranks
 
 STEP = {"what": "step 4", "limit_s": 6.0, "servers": [0], "ranks": []}
 
@@ -20,7 +20,7 @@ def seen(active=0.0, silent=None, end="", waits_in=""):
     [
         ({0: seen(10.0, {2: 4.0}), 2: seen()}, [2], 0.0),
         ({0: seen(10.0, {2: 7.0}), 2: seen()}, [], 3.0),  # it made a request 3 s ago
-        ({0: seen(10.0, {2: 4.1}), 2: seen()}, [], AGAIN_S),
+        ({0: seen(10.0, {2: 4.1}), 2: seen()}, [], timings.RECHECK_S),
         ({0: seen(10.0, {2: 4.0, 3: 9.0}), 2: seen(), 3: seen()}, [2], 0.0),
         ({0: seen(10.0, {2: 1.0}), 2: seen(waits_in="barrier() #3")}, [], 6.0),  # that wait has its own limit
         ({0: seen(10.0, {2: 1.0}), 2: seen(end="gone")}, [], 6.0),
@@ -104,9 +104,9 @@ def test_an_expendable_worker_that_made_no_request_counts_as_failed():
     script = Script(expendable=(1, 2, 3))
     script.handle("holds", 0, 8.0, silent={"2": 7.0})
     script.handle("limit", 1, 8.0, **STEP)
-    assert script.take("extend") == [(1, {"kind": "extend", "again_s": stalls.QUERY_S})]
+    assert script.take("extend") == [(1, {"kind": "extend", "again_s": timings.QUERY_S})]
     script.handle("limit", 3, 8.05, **STEP)  # which asks for the same worker
-    assert script.take("extend") == [(3, {"kind": "extend", "again_s": stalls.QUERY_S})]
+    assert script.take("extend") == [(3, {"kind": "extend", "again_s": timings.QUERY_S})]
     script.answer(8.1)
     how = "has made no request for 6 s while others waited for it"
     messages, script.messages = script.messages, []

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import re
-import selectors
 import signal
 import socket
 import subprocess
@@ -15,15 +14,15 @@ import types
 
 import pytest
 
-from allred import channel
 from allred.counters import Counters, Values
 from allred.errors import RemoteRankError
-from allred.watch import job_monitor, job_state, process, process_state, records, release, stalls, start, watcher_client
+from allred.runtime import channel, timings
+from allred.runtime.loop import Loop
+from allred.watch import process, process_state, records, stalls, start, watcher_client
 from allred.watch.job_monitor import JobMonitor, delaying
 from allred.watch.job_state import JobState
 from allred.watch.launchers import Launchers
 from allred.watch.process import Watcher
-from allred.watch.records import FOLLOW_S
 
 ABOUT = {"job": f"unit-{os.getpid()}", "program": "", "mode": "sync", "starts": 1, "host": "here"}
 
@@ -58,7 +57,7 @@ def test_the_first_failure_is_everybodys_verdict():
     fail(script, 1)
     fail(script, 2, code=4)
     assert not script.take("verdict")  # the others may be about to fail of the same
-    script.tick(job_state.SAME_S)
+    script.tick(timings.SAME_ERROR_S)
     [(to, verdict)] = script.take("verdict")
     assert to is None
     assert [verdict[key] for key in ("rank", "host", "code", "traceback")] == [1, "host1", 3, "Traceback ..."]
@@ -72,7 +71,7 @@ def test_the_one_that_failed_is_released_when_all_others_have_unwound():
     assert not script.take("release")
     script.handle("unwound", 2, 0.2)
     assert not script.take("release")  # mpirun has to pass on what rank 2 has printed
-    script.tick(0.2 + release.PRINT_S)
+    script.tick(0.2 + timings.OUTPUT_S)
     assert script.take("release") == [(1, {"kind": "release"})]
     script.tick(0.5)
     assert not script.take("release")
@@ -82,9 +81,9 @@ def test_without_a_launcher_all_are_released_the_late_ones_too():
     script = Script(launcher=False)
     fail(script, 1)
     script.handle("unwound", 0, 0.1)
-    script.tick(release.GRACE_S)
+    script.tick(timings.UNWIND_S)
     assert script.take("release") == [(0, {"kind": "release"}), (1, {"kind": "release"})]
-    script.handle("unwound", 2, release.GRACE_S + 0.1)
+    script.handle("unwound", 2, timings.UNWIND_S + 0.1)
     assert script.take("release") == [(2, {"kind": "release"})]
 
 
@@ -104,7 +103,7 @@ def test_ranks_that_all_fail_get_the_verdict_before_the_release():
     script = Script(size=2)
     fail(script, 1)
     fail(script, 0, 0.01)
-    script.tick(0.01 + release.PRINT_S)
+    script.tick(0.01 + timings.OUTPUT_S)
     kinds = [(rank, message["kind"]) for rank, message in script.messages]
     assert kinds == [(None, "verdict"), (1, "release")]
 
@@ -117,7 +116,7 @@ def test_an_unreachable_host_is_the_verdict_and_its_ranks_need_not_unwind():
     assert verdict["text"] == "host b (ranks 1-2) has been unreachable for 20 s"
     script.handle("unwound", 0, 20.1)
     assert script.take("release") == [(0, {"kind": "release"})]
-    script.tick(20.1 + release.LOST_HOST_S)  # the launcher waits for the host
+    script.tick(20.1 + timings.ABORT_SOON_S)  # the launcher waits for the host
     assert script.take("kill") == [(None, {"kind": "kill"})]
 
 
@@ -149,7 +148,7 @@ def test_a_dead_rank_need_not_unwind(end):
     script.handle(end, 2, how="ended", code=1, ago_s=0.0)
     script.messages = []
     script.handle("unwound", 0, 0.1)
-    script.tick(0.1 + release.PRINT_S)
+    script.tick(0.1 + timings.OUTPUT_S)
     assert script.take("release") == [(1, {"kind": "release"})]
 
 
@@ -157,9 +156,9 @@ def test_after_the_grace_it_is_released_anyway():
     script = Script()
     fail(script, 1)
     script.handle("unwound", 0, 0.1)
-    script.tick(release.GRACE_S - 0.01)
+    script.tick(timings.UNWIND_S - 0.01)
     assert not script.take("release")
-    script.tick(release.GRACE_S)
+    script.tick(timings.UNWIND_S)
     assert script.take("release") == [(1, {"kind": "release"})]
 
 
@@ -177,16 +176,18 @@ def test_the_job_does_not_end_while_a_rank_is_busy():
     [(_, told)] = script.take("print")
     assert told["text"] == "rank 0 still writes; the job ends when it is done"
     script.handle("busy", 0, 20.0, is_busy=False)
-    script.tick(20.0 + release.GRACE_S)
+    script.tick(20.0 + timings.UNWIND_S)
     assert script.take("release") == [(1, {"kind": "release"})]
 
 
-@pytest.mark.parametrize(("dies", "at"), [(True, 1.0 + release.GONE_S), (False, release.PRINT_S + release.ABORT_S)])
+@pytest.mark.parametrize(
+    ("dies", "at"), [(True, 1.0 + timings.ABORT_SOON_S), (False, timings.OUTPUT_S + timings.ABORT_S)]
+)
 def test_ranks_that_outlive_the_abort_are_killed(dies, at):
     script = Script(size=2)
     fail(script, 1)
     script.handle("unwound", 0)
-    script.tick(release.PRINT_S)
+    script.tick(timings.OUTPUT_S)
     if dies:
         script.handle("died", 1, 1.0, how="ended with exit code 3", code=3, ago_s=0.0)
     script.tick(at - 0.01)
@@ -200,13 +201,13 @@ def test_ranks_that_outlive_the_abort_are_killed(dies, at):
 def test_a_death_is_printed_and_the_lowest_survivor_ends_the_job():
     script = Script()
     script.handle("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
-    script.tick(1.0 + job_state.DEATH_S)
+    script.tick(1.0 + timings.FIRST_DEATH_S)
     spoken = [message for _, message in script.messages if message["kind"] == "announce"]
     assert spoken == [{"kind": "announce", "rank": 0, "text": "rank 0 on host0 was killed by signal 9 (SIGKILL)"}]
     assert script.job.verdict["code"] == 137
     script.handle("unwound", 2, 1.1)
     script.handle("unwound", 1, 1.2)
-    script.tick(1.2 + release.PRINT_S)
+    script.tick(1.2 + timings.OUTPUT_S)
     assert script.take("release") == [(1, {"kind": "release"})]
 
 
@@ -255,9 +256,9 @@ def test_a_rank_that_has_just_left_is_not_missed_yet():
     script = Script()
     wait(script, 0, 10.0)
     script.handle("left", 2, 20.0)
-    script.tick(20.0 + job_state.LEFT_S - 0.01)
+    script.tick(20.0 + timings.LEFT_RANK_S - 0.01)
     assert not script.messages
-    script.tick(20.0 + job_state.LEFT_S)
+    script.tick(20.0 + timings.LEFT_RANK_S)
     assert script.take("verdict")
 
 
@@ -336,7 +337,7 @@ def test_a_late_answer_does_not_count_for_the_next_query():
     script = Script(nodes=2, warn_s=10)
     wait(script, 1, 1.0)
     script.tick(10.0)
-    script.tick(10.0 + stalls.QUERY_S)
+    script.tick(10.0 + timings.QUERY_S)
     script.handle("limit", 1, 12.0, what="barrier() #5", limit_s=12.0)
     first, second = [message["query"] for _, message in script.take("query")]
     script.handle("states", None, 12.1, query=first, states={"0": "old"})
@@ -351,7 +352,7 @@ def test_a_time_limit_comes_before_a_warning():
     wait(script, 1, 1.0)
     script.tick(10.0)
     script.handle("limit", 1, 10.1, what="barrier() #5", limit_s=10.0)
-    script.tick(10.1 + stalls.QUERY_S)
+    script.tick(10.1 + timings.QUERY_S)
     assert script.take("verdict")[0][1]["timeout"]
 
 
@@ -359,7 +360,7 @@ def test_a_failure_comes_before_a_time_limit_under_examination():
     script = Script(nodes=2)
     script.handle("limit", 2, 5.0, what="barrier() #5", limit_s=5.0)
     fail(script, 1, 5.1)
-    script.tick(5.0 + stalls.QUERY_S)
+    script.tick(5.0 + timings.QUERY_S)
     assert [message["rank"] for _, message in script.take("verdict")] == [1]
 
 
@@ -368,9 +369,9 @@ def test_a_time_limit_is_put_off_while_a_rank_is_busy_and_for_a_moment_after():
     script.handle("busy", 0, 1.0, is_busy=True)
     script.handle("limit", 2, 5.0, what="barrier() #5", limit_s=5.0)
     script.handle("busy", 0, 9.0, is_busy=False)
-    script.handle("limit", 2, 8.9 + stalls.AFTER_S, what="barrier() #5", limit_s=5.0)
+    script.handle("limit", 2, 8.9 + timings.AFTER_BUSY_S, what="barrier() #5", limit_s=5.0)
     assert script.take("extend") == [(2, {"kind": "extend", "again_s": 5.0})] * 2
-    script.handle("limit", 2, 9.1 + stalls.AFTER_S, what="barrier() #5", limit_s=5.0)
+    script.handle("limit", 2, 9.1 + timings.AFTER_BUSY_S, what="barrier() #5", limit_s=5.0)
     assert len(script.take("query")) == 1
 
 
@@ -420,7 +421,7 @@ def test_the_table_of_a_large_job_is_short(state):
     answer(script, {rank: state.format(rank % kinds) for rank in range(size)} | {1234: "stopped"}, 5.1)
     message = script.take("verdict")[0][1]
     assert len(message["text"].splitlines()) == 1 + min(kinds + 1, stalls.TABLE_LINES)
-    assert len(json.dumps(message)) < records.LARGEST
+    assert len(json.dumps(message)) < timings.EVENT_BYTES
     if kinds == 3:
         assert re.search(r"^  rank 1234 +stopped$", message["text"], re.M)
 
@@ -429,14 +430,14 @@ def test_a_node_that_does_not_answer_is_not_waited_for():
     script = Script(nodes=2)
     script.handle("limit", 2, 5.0, what="barrier() #5", limit_s=5.0)
     script.take("query")
-    script.tick(5.0 + stalls.QUERY_S)
+    script.tick(5.0 + timings.QUERY_S)
     assert "no answer" in script.take("verdict")[0][1]["text"]
 
 
 def test_a_rank_that_connects_late_gets_the_verdict():
     script = Script()
     fail(script)
-    script.tick(job_state.SAME_S)
+    script.tick(timings.SAME_ERROR_S)
     script.messages = []
     script.handle("joined", 7, host="host7")
     assert [rank for rank, message in script.messages if message["kind"] == "verdict"] == [7]
@@ -477,7 +478,7 @@ def test_a_stopped_process():
         os.kill(child.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, child.pid, os.WSTOPPED)
         assert process_state.halted(child.pid) == f"stopped (kill -CONT {child.pid} continues it)"
-        assert process_state.launcher(child.pid)[0] == os.getpid()
+        assert next(process_state.ancestors(child.pid)) == os.getpid()
         child.kill()
     assert process_state.halted(child.pid) == ""
 
@@ -556,6 +557,13 @@ def test_a_rank_that_has_just_died_does_not_keep_the_others_from_being_killed(la
 # Watchers of several nodes; test_channel.py has more.
 
 
+def close(watcher):
+    for key in list(watcher._loop._selector.get_map().values()):
+        if isinstance(key.fileobj, socket.socket):
+            key.fileobj.close()
+    watcher._loop.close()
+
+
 @contextlib.contextmanager
 def running_watcher(**settings):
     """The watcher of a chief's node, in a thread."""
@@ -579,9 +587,7 @@ def running_watcher(**settings):
     finally:
         watcher._give_up_at = 0.0
         thread.join()
-        for key in list(watcher._selector.get_map().values()):
-            key.fileobj.close() if isinstance(key.fileobj, socket.socket) else os.close(key.fd)
-        watcher._selector.close()
+        close(watcher)
 
 
 def test_a_watcher_closes_a_connection_without_a_message():
@@ -593,17 +599,19 @@ def test_a_watcher_closes_a_connection_without_a_message():
 
 def test_a_watcher_handles_events_of_another_node():
     with running_watcher() as watcher:
-        where = socket.AF_INET, ("127.0.0.1", watcher.port)
+        where = "127.0.0.1", watcher.port
         with pytest.raises(
             channel.HandshakeError, match="refuses this process: its secret is not the secret of this job"
         ):
-            channel.connect(*where, process.PURPOSE, "guess")
-        found = channel.connect(*where, process.PURPOSE, "secret")
+            channel.connect(where, process.PURPOSE, "guess")
+        found = channel.connect(where, process.PURPOSE, "secret")
         found.send({"event": "joined", "rank": 1, "host": "there"})
         found.send({"event": "failed", "rank": 1, "code": 3, "words": "E", "traceback": ""})
         verdict = found.receive_one(time.monotonic() + 60)
         assert (verdict["rank"], verdict["message"]["kind"]) == (None, "verdict")
-        found.connection.close()
+        while found.receive_one(time.monotonic() + 60)["message"]["kind"] != "alive":
+            pass
+        found.close()
 
 
 SILENT = """
@@ -647,13 +655,13 @@ def test_the_launcher_kills_ranks_of_other_nodes_before_the_first_death_is_known
     script.handle("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
     script.handle("died", 2, 1.01, how="ended with exit code 0", code=1, ago_s=0.0)
     assert script.job.verdict["rank"] == 2
-    script.tick(1.1 + job_state.FAR_S)
+    script.tick(1.1 + timings.FIRST_DEATH_FAR_S)
     assert [message["rank"] for _, message in script.take("announce")] == [2]
     script = Script(nodes=2)
     script.handle("died", 0, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
     script.handle("died", 1, 1.01, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.02)
     script.handle("died", 2, 1.02, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
-    script.tick(1.0 + job_state.DEATH_S)
+    script.tick(1.0 + timings.FIRST_DEATH_S)
     assert [message["rank"] for _, message in script.take("announce")] == [1]
 
 
@@ -664,7 +672,7 @@ def test_an_abort_on_one_host_and_a_kill_on_another_are_both_printed(heard):
     script = Script(nodes=2)
     for number, rank in enumerate(heard):
         script.handle("died", rank, 1.0 + 0.03 * number, how=hows[rank][0], code=hows[rank][1], ago_s=0.0)
-    script.tick(1.1 + job_state.FAR_S)
+    script.tick(1.1 + timings.FIRST_DEATH_FAR_S)
     [(_, message)] = script.take("announce")
     both = "rank 0 on host0 ended with exit code 14, and at about the same time rank 2 on host2 was killed by signal 9"
     assert message["text"].startswith(both)
@@ -675,7 +683,7 @@ def test_an_abort_on_one_of_several_nodes_is_printed_after_a_delay():
     script.handle("died", 1, 1.0, how="ended with exit code 3", code=3, ago_s=0.0)
     assert not script.take("announce")
     script.handle("died", 0, 1.1, how="was killed by signal 15 (SIGTERM)", code=143, ago_s=0.0)
-    script.tick(1.0 + job_state.FAR_S)
+    script.tick(1.0 + timings.FIRST_DEATH_FAR_S)
     [(_, message)] = script.take("announce")
     assert message["text"] == "rank 1 on host1 ended with exit code 3"
 
@@ -706,7 +714,7 @@ def rank_and_watcher():
 
         def welcome():
             ends.append(listener.accept()[0])
-            _, files, _, _ = socket.recv_fds(ends[0], records.LARGEST, 3)
+            _, files, _, _ = socket.recv_fds(ends[0], timings.EVENT_BYTES, 3)
             for file in files:
                 os.close(file)
             ends[0].send(b"welcome")
@@ -759,13 +767,14 @@ def test_a_watcher_without_a_core_for_a_while_prints_a_death(where, monkeypatch)
     ours, theirs = socket.socketpair()
     stderr, of_launcher = os.pipe()
     launcher = subprocess.Popen(["sleep", "60"], stderr=of_launcher)
-    rank = types.SimpleNamespace(number=0, pid=launcher.pid, launcher=[launcher.pid], dead="", left=False, gone=False)
+    rank = types.SimpleNamespace(number=0, pid=launcher.pid, dead="", left=False, gone=False)
     rank.send = lambda message: None
+    watcher._launchers._pidfds[launcher.pid] = os.pidfd_open(launcher.pid)
     watcher._ranks[0] = rank
     watcher._report({"event": "joined", "rank": 0, "host": "h"})
 
     def die():
-        watcher._selector.unregister(ours)
+        watcher._loop.remove(ours)
         rank.dead, rank.gone = "was killed", True
         watcher._open_stderr()
         watcher._report({"event": "died", "rank": 0, "how": "was killed", "code": 137, "ago_s": 0.0})
@@ -774,11 +783,11 @@ def test_a_watcher_without_a_core_for_a_while_prints_a_death(where, monkeypatch)
 
     def late(*given):
         found = undisturbed(*given)
-        time.sleep((process.AFTER_DEATH_S + 0.1) * bool(rank.dead))
+        time.sleep((timings.REPORT_DEATH_S + 0.1) * bool(rank.dead))
         return found
 
     monkeypatch.setattr(watcher, where, late)
-    watcher._selector.register(ours, 1, die)
+    watcher._loop.on_input(ours, die)
     theirs.send(b".")
     watcher.run()
     launcher.kill()
@@ -786,8 +795,9 @@ def test_a_watcher_without_a_core_for_a_while_prints_a_death(where, monkeypatch)
     os.close(of_launcher)
     assert os.read(stderr, 1000) == b"allred: rank 0 on h was killed\n"
     os.close(stderr)
-    for opened in (ours, theirs, watcher._selector, *(key.fileobj for key in watcher._selector.get_map().values())):
-        opened.close()
+    close(watcher)
+    ours.close()
+    theirs.close()
 
 
 @pytest.mark.parametrize("is_exiting", [False, True])
@@ -810,7 +820,7 @@ def test_a_fork_sends_and_receives_nothing(rank_and_watcher):
         os._exit(0)
     os.wait()
     rank.send("resumed")
-    assert json.loads(watcher.recv(records.LARGEST))["event"] == "resumed"
+    assert json.loads(watcher.recv(timings.EVENT_BYTES))["event"] == "resumed"
 
 
 def test_the_death_of_the_failed_rank_is_printed_with_its_traceback():
@@ -842,7 +852,7 @@ def test_messages_name_a_rank_by_its_latest_role():
     script.handle("role", 1, text="parameter server 1; last checkpoint a")
     script.handle("role", 1, text="parameter server 1; last checkpoint b")
     script.handle("died", 1, 1.0, how="was killed by signal 9 (SIGKILL)", code=137, ago_s=0.0)
-    script.tick(1.0 + job_state.DEATH_S)
+    script.tick(1.0 + timings.FIRST_DEATH_S)
     [(_, message)] = script.take("announce")
     name = "rank 1 (parameter server 1; last checkpoint b) on host1"
     assert message["text"] == f"{name} was killed by signal 9 (SIGKILL)"
@@ -872,7 +882,7 @@ def test_the_table_of_a_job_shows_roles_only():
 def test_the_role_of_a_rank_is_one_line_and_does_not_end_its_wait(rank_and_watcher):
     rank, watcher = rank_and_watcher
     rank.set_role("server 0;\n last checkpoint " + "x" * 1000)
-    event = json.loads(watcher.recv(records.LARGEST))
+    event = json.loads(watcher.recv(timings.EVENT_BYTES))
     assert event["event"] == "role"
     assert event["text"].startswith("server 0; last checkpoint xxx")
     assert len(event["text"]) == 200
@@ -906,7 +916,7 @@ def test_an_expendable_rank_that_fails_lingers_and_the_others_continue():
     gone = {"kind": "gone", "rank": 2, "host": "host2", "how": "failed with exit code 3: ValueError: boom", "code": 3}
     assert script.messages == [(2, {"kind": "linger"}), (None, gone)]
     script.messages = []
-    script.tick(job_state.SAME_S)
+    script.tick(timings.SAME_ERROR_S)
     text = "rank 2 (worker 1) on host2 failed with exit code 3: ValueError: boom; the other ranks continue"
     assert script.messages == [(0, {"kind": "print", "text": text})]
     script.messages = []
@@ -920,7 +930,7 @@ def test_the_failure_is_printed_by_a_rank_that_continues():
     script.handle("left", 0)
     fail(script, 1)
     script.messages = []
-    script.tick(job_state.SAME_S)
+    script.tick(timings.SAME_ERROR_S)
     assert kinds(script) == [(2, "print")]
 
 
@@ -937,7 +947,7 @@ def test_when_all_others_have_ended_well_the_expendable_rank_that_failed_ends_th
     assert [script.job.verdict[key] for key in ("rank", "code", "traceback")] == [2, 3, "Traceback ..."]
     script.messages = []
     script.handle("unwound", 2, 300.1)
-    script.tick(300.1 + release.PRINT_S)
+    script.tick(300.1 + timings.OUTPUT_S)
     assert kinds(script) == [(2, "release")]
     die(script, 2, 300.5, 3, "ended with exit code 3")
     die(script, 1, 300.5)
@@ -952,10 +962,10 @@ def test_of_several_the_first_that_failed_is_the_last_to_speak():
         script.handle("left", rank, 100.0)
     script.messages = []
     script.handle("unwound", 3, 100.1)
-    script.tick(100.1 + release.PRINT_S)
+    script.tick(100.1 + timings.OUTPUT_S)
     assert kinds(script) == []  # rank 2 shows its traceback first
     script.handle("unwound", 2, 100.2)
-    script.tick(100.2 + release.PRINT_S)
+    script.tick(100.2 + timings.OUTPUT_S)
     assert kinds(script) == [(3, "release")]
     assert script.job.verdict["code"] == 3
 
@@ -965,7 +975,7 @@ def test_the_last_expendable_rank_that_fails_is_the_verdict():
     fail(script, 1)
     fail(script, 3, 1.0)
     die(script, 2, 2.0, 139, "was killed by signal 11 (SIGSEGV)")
-    script.tick(2.0 + job_state.FAR_S)
+    script.tick(2.0 + timings.FIRST_DEATH_FAR_S)
     assert script.job.verdict["rank"] == 2
     assert {1, 3} == set(script.job._expendable.gone)
 
@@ -975,7 +985,7 @@ def test_no_line_says_that_others_continue_if_all_fail():
     for rank in (1, 2, 3):
         fail(script, rank, 0.01 * rank)
     script.messages = []
-    script.tick(job_state.SAME_S + 1)
+    script.tick(timings.SAME_ERROR_S + 1)
     assert "print" not in [kind for _, kind in kinds(script)]
     assert script.job.verdict["rank"] == 3
 
@@ -998,7 +1008,7 @@ def test_a_rank_that_is_not_expendable_is_the_verdict_and_those_that_linger_unwi
         script.handle("unwound", rank, 500.1)
     assert "release" not in [kind for _, kind in kinds(script)]
     script.handle("unwound", 2, 500.3)
-    script.tick(500.3 + release.PRINT_S)
+    script.tick(500.3 + timings.OUTPUT_S)
     assert (0, "release") in kinds(script)
     assert script.job.verdict["code"] == 5
 
@@ -1006,16 +1016,16 @@ def test_a_rank_that_is_not_expendable_is_the_verdict_and_those_that_linger_unwi
 def test_without_the_setting_no_rank_is_expendable():
     script = expendable_script(expendable=())
     fail(script, 2)
-    script.tick(job_state.SAME_S)
+    script.tick(timings.SAME_ERROR_S)
     assert kinds(script) == [(None, "verdict")]
 
 
 def test_the_death_of_an_expendable_rank_is_printed_and_the_others_continue():
     script = expendable_script()
     die(script, 2, 1.0)
-    script.tick(1.0 + job_state.DEATH_S)
+    script.tick(1.0 + timings.FIRST_DEATH_S)
     assert kinds(script) == []  # mpirun may be ending them all
-    script.tick(1.0 + job_state.FAR_S)
+    script.tick(1.0 + timings.FIRST_DEATH_FAR_S)
     spoken = {
         "kind": "announce",
         "rank": 2,
@@ -1024,7 +1034,7 @@ def test_the_death_of_an_expendable_rank_is_printed_and_the_others_continue():
     gone = {"kind": "gone", "rank": 2, "host": "host2", "how": "was killed by signal 9 (SIGKILL)", "code": 137}
     assert script.messages == [(None, gone), (None, spoken)]
     script.messages = []
-    script.tick(1.0 + job_state.FAR_S + release.GONE_S)
+    script.tick(1.0 + timings.FIRST_DEATH_FAR_S + timings.ABORT_SOON_S)
     assert script.messages == [(0, {"kind": "print", "text": "the other ranks continue without rank 2 (worker 1)"})]
     script.tick(1000.0)
     assert script.job.verdict is None
@@ -1035,7 +1045,7 @@ def test_several_deaths_at_once_are_printed_in_one_text():
     script = expendable_script()
     die(script, 3, 1.0)
     die(script, 2, 1.01)
-    script.tick(1.01 + job_state.FAR_S)
+    script.tick(1.01 + timings.FIRST_DEATH_FAR_S)
     [(_, message)] = script.take("announce")
     assert message["text"].splitlines() == [
         "rank 3 (worker 2) on host3 was killed by signal 9 (SIGKILL)",
@@ -1049,7 +1059,7 @@ def test_a_launcher_that_ends_all_because_of_a_expendable_rank_is_not_blamed_on_
     die(script, 2, 1.0, 139, "was killed by signal 11 (SIGSEGV)")
     for rank in (0, 1, 3):
         die(script, rank, at)
-    script.tick(at + job_state.FAR_S)
+    script.tick(at + timings.FIRST_DEATH_FAR_S)
     assert [m["text"] for _, m in script.take("announce")] == [
         "rank 2 (worker 1) on host2 was killed by signal 11 (SIGSEGV)"
     ]
@@ -1066,7 +1076,7 @@ def test_ranks_ended_by_the_launcher_are_no_losses_if_reported_first(apart_s):
     script.tick(1.0 + apart_s)
     for rank in (0, 1):
         die(script, rank, 1.0 + apart_s)
-    script.tick(1.0 + apart_s + job_state.DEATH_S)
+    script.tick(1.0 + apart_s + timings.FIRST_DEATH_S)
     assert [m["text"] for _, m in script.take("announce")] == [
         "rank 2 (worker 1) on host2 was killed by signal 11 (SIGSEGV)"
     ]
@@ -1077,10 +1087,10 @@ def test_a_second_kill_is_printed_if_no_launcher_caused_it():
     script = expendable_script()
     die(script, 2, 1.0, 139, "was killed by signal 11 (SIGSEGV)")
     die(script, 3, 1.5)
-    script.tick(1.5 + job_state.FAR_S)
+    script.tick(1.5 + timings.FIRST_DEATH_FAR_S)
     assert [(to, m["rank"]) for to, m in script.messages if m["kind"] == "gone"] == [(None, 2), (None, 3)]
     assert [m["rank"] for _, m in script.take("announce")] == [2]
-    script.tick(1.5 + job_state.FAR_S + FOLLOW_S)
+    script.tick(1.5 + timings.FIRST_DEATH_FAR_S + timings.LAUNCHER_ENDS_RANKS_S)
     assert [(to, m["text"]) for to, m in script.take("print")] == [
         (0, "the other ranks continue without rank 2 (worker 1)"),
         (0, "rank 3 (worker 2) on host3 was killed by signal 9 (SIGKILL)"),
@@ -1095,7 +1105,7 @@ def test_a_server_that_is_killed_later_is_the_verdict():
     script.tick(2.0)
     script.messages = []
     die(script, 0, 60.0)
-    script.tick(60.0 + job_state.DEATH_S)
+    script.tick(60.0 + timings.FIRST_DEATH_S)
     assert [message["rank"] for _, message in script.take("announce")] == [0]
     assert script.job.verdict["rank"] == 0
 
@@ -1109,7 +1119,7 @@ def test_after_a_death_one_that_ended_well_ends_the_job_with_its_code():
     assert script.job.verdict["code"] == 137
     script.messages = []
     script.handle("unwound", 3, 100.1)  # as all do that linger
-    script.tick(100.1 + release.PRINT_S)
+    script.tick(100.1 + timings.OUTPUT_S)
     assert kinds(script) == [(3, "release")]
 
 
@@ -1119,9 +1129,9 @@ def test_the_watchers_end_the_job_if_no_rank_can():
     for rank in (0, 1, 3):
         script.handle("left", rank, 1.0)
     die(script, 2, 2.0)
-    script.tick(2.0 + job_state.FAR_S)
+    script.tick(2.0 + timings.FIRST_DEATH_FAR_S)
     script.messages = []
-    script.tick(2.0 + job_state.FAR_S + release.GRACE_S)
+    script.tick(2.0 + timings.FIRST_DEATH_FAR_S + timings.UNWIND_S)
     assert kinds(script) == [(None, "kill")]
     script.tick(1000.0)
     assert kinds(script) == []
@@ -1131,7 +1141,7 @@ def test_the_death_of_a_lingering_rank_is_printed_with_its_traceback():
     script = expendable_script()
     fail(script, 2)
     die(script, 2, 10.0)
-    script.tick(10.0 + job_state.FAR_S)
+    script.tick(10.0 + timings.FIRST_DEATH_FAR_S)
     [(_, message)] = script.take("announce")
     assert message["text"] == (
         "rank 2 (worker 1) on host2 was killed by signal 9 (SIGKILL) while it waited for the others to end, since it "
@@ -1155,7 +1165,7 @@ def test_a_expendable_rank_that_others_wait_for_in_a_collective():
     assert script.job.verdict["code"] == 3
     for rank in (0, 1, 2):
         script.handle("unwound", rank, 12.1)
-    script.tick(12.1 + release.PRINT_S)
+    script.tick(12.1 + timings.OUTPUT_S)
     assert (2, "release") in kinds(script)
 
 
@@ -1197,7 +1207,7 @@ def test_a_watcher_that_continues_alone_makes_a_loss_the_verdict():
     assert (to, verdict["text"]) == (None, "rank 3 on host3 was killed by signal 9 (SIGKILL)")
     alone.handle("unwound", 1, 5.1)
     alone.handle("unwound", 0, 5.2)
-    alone.tick(5.2 + release.PRINT_S)
+    alone.tick(5.2 + timings.OUTPUT_S)
     assert alone.take("release") == [(0, {"kind": "release"})]
 
 
@@ -1216,13 +1226,13 @@ def test_a_rank_that_lingers_does_so_until_there_is_an_end(rank_and_watcher, end
     heard = []
 
     def play():
-        heard.append(json.loads(watcher.recv(records.LARGEST))["event"])
+        heard.append(json.loads(watcher.recv(timings.EVENT_BYTES))["event"])
         watcher.send(b'l{"kind": "linger"}')
-        time.sleep(watcher_client.RELEASE_S + 0.5)
+        time.sleep(timings.RELEASE_S + 0.5)
         heard.append(rank.released)
         if end == "verdict":
             watcher.send(b"v" + json.dumps(VERDICT | {"rank": 0}).encode())
-            heard.append(json.loads(watcher.recv(records.LARGEST))["event"])
+            heard.append(json.loads(watcher.recv(timings.EVENT_BYTES))["event"])
         if end == "no watcher":
             watcher.shutdown(socket.SHUT_RDWR)
         else:
@@ -1259,7 +1269,7 @@ def test_the_launcher_above_a_rank_is_ended_and_no_other(tmp_path):
 @pytest.mark.parametrize("has_child", [False, True])
 def test_after_a_failed_job_only_a_launcher_without_children_is_ended(has_child, tmp_path, monkeypatch):
     """A Python named mpirun, which goes on after its rank."""
-    monkeypatch.setattr("allred.watch.launchers.FAILED_JOB_S", 0.2)
+    monkeypatch.setattr("allred.watch.launchers.FAILED_LAUNCHER_S", 0.2)
     (tmp_path / "mpirun").symlink_to(sys.executable)
     body = (
         "import subprocess, time; rank = subprocess.Popen(['sleep', '60']); print(rank.pid, flush=True); rank.wait()\n"
@@ -1295,8 +1305,8 @@ class Client:
 
 
 def test_a_snapshot_has_the_ranks_of_all_nodes_and_the_delays():
-    with selectors.DefaultSelector() as selector:
-        monitor, client = JobMonitor(selector, ABOUT, size=2, nodes=2), Client()
+    with contextlib.closing(Loop()) as loop:
+        monitor, client = JobMonitor(loop, ABOUT, size=2, nodes=2), Client()
         assert monitor.tick(0.0) == []  # nobody asks
         monitor._clients.append(client)
         for turn in (1, 2):
@@ -1316,13 +1326,13 @@ def test_a_snapshot_has_the_ranks_of_all_nodes_and_the_delays():
 
 
 def test_a_monitor_is_answered_although_a_watcher_does_not_answer():
-    with selectors.DefaultSelector() as selector:
-        monitor, client = JobMonitor(selector, ABOUT, size=2, nodes=2), Client()
+    with contextlib.closing(Loop()) as loop:
+        monitor, client = JobMonitor(loop, ABOUT, size=2, nodes=2), Client()
         monitor._clients.append(client)
         monitor._requests.append((client, True))
         monitor.tick(1.0)
         monitor.take({"event": "counters", "number": 1, "ranks": {"0": monitored(Values(), "runs")}}, 1.1)
-        monitor.tick(1.0 + job_monitor.ANSWER_S + 0.1)
+        monitor.tick(1.0 + timings.QUERY_S + 0.1)
         monitor.close()
     [snapshot] = client.received
     assert [rank["state"] for rank in snapshot["ranks"]] == ["runs"]
@@ -1332,3 +1342,15 @@ def test_a_rank_delays_those_that_wait_at_the_same_step():
     values = {0: Values(steps=7, in_step=1), 1: Values(steps=7), 2: Values(steps=8), 3: Values(steps=7, in_step=1)}
     assert delaying(values) == [1]
     assert delaying({0: Values(steps=7), 1: Values(steps=7)}) == []
+
+
+def test_a_watcher_looks_seldom_without_events(monkeypatch):
+    with running_watcher() as watcher:
+        limits, turn = [], watcher._loop.turn
+        monkeypatch.setattr(watcher._loop, "turn", lambda limit_s: [limits.append(limit_s), turn(limit_s)][1])
+        while len(limits) < 2:
+            time.sleep(0.01)
+        watcher._report({"event": "joined", "rank": 0, "host": "here"})
+        while len(limits) < 4:
+            time.sleep(0.01)
+    assert (limits[0], limits[-1]) == (timings.IDLE_TICK_S, timings.WATCHER_TICK_S)

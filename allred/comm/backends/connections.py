@@ -1,29 +1,26 @@
 """TCP connections between the ranks of several hosts.
 
     1  every rank that connects listens on its addresses; MPI tells all ranks the addresses, a token and a shared secret
-    2  a rank connects to each peer of a lower host: to the first address of the peer that answers
-    3  it proves that it knows the secret; the proof binds both ranks and the token of the listener
-    4  the listener proves the same in its answer, which ends the search for an address
+    2  a rank connects to each peer of a lower host: to the first address of the peer that answers as an authenticated
+       channel (runtime/channel.py). The token is its purpose, so the listener of another rank refuses the connection
+    3  it sends its rank, and the listener accepts each expected rank once, which ends the search for an address
 
-A connection that does not prove this within 5 s is closed. Data is not encrypted.
+From then on the connection carries plain bytes. Data is not encrypted.
 """
 
-import hmac
 import ipaddress
 import secrets
 import socket
-import struct
 import threading
 import time
 from typing import Any
 
-from allred.channel import limit_resending
 from allred.cluster.interfaces import ipv4_addresses
 from allred.errors import ConfigError
-
-HANDSHAKE_S = 5.0
-_PROOF_BYTES = 32
-_HELLO = struct.Struct("!I32s")  # rank, proof
+from allred.runtime import channel
+from allred.runtime.channel import Channel, HandshakeError, Listener, Message, limit_resending
+from allred.runtime.loop import Loop
+from allred.runtime.timings import AUTHENTICATE_S
 
 
 def addresses(network: str) -> list[str]:
@@ -88,29 +85,29 @@ def connect(comm: Any, groups: list[list[int]], network: str, timeout_s: float) 
     index = group.index(rank) if group else 0
     lower, higher = group[:index], group[index + 1 :]
     listeners: list[socket.socket] = []
-    problem, token = "", secrets.token_bytes(16)
+    problem, token = "", secrets.token_hex(16)
     try:
         if group:
             listeners = _listen(addresses(network), len(group))
     except (OSError, ConfigError) as error:
         problem = f"rank {rank} on {socket.gethostname()}: {error}"
-    secret = comm.bcast(secrets.token_bytes(32))
+    secret = comm.bcast(secrets.token_hex(32))
     here = [listener.getsockname()[:2] for listener in listeners]
     others = comm.allgather((problem, here, token, socket.gethostname()))
     problem = next((text for text, *_ in others if text), "")
     sockets: dict[int, socket.socket] = {}
     if not problem:
-        accepted = _Acceptor(listeners, secret, token, rank, set(higher))
+        accepted = _Acceptor(listeners, secret, token, set(higher))
         for peer in lower:
             _, there, peer_token, host = others[peer]
-            found = _connect_to_first(there, secret, peer_token, rank, peer)
+            found = _connect_to_first(there, secret, peer_token, rank)
             if isinstance(found, str):
                 problem = f"rank {rank} on {socket.gethostname()} cannot connect to rank {peer} on {host}: {found}"
                 break
             sockets[peer] = found
         problems = comm.allgather(problem)
         problem = next((text for text in problems if text), "")
-        sockets.update(accepted.finish(0.0 if problem else HANDSHAKE_S))
+        sockets.update(accepted.finish(0.0 if problem else AUTHENTICATE_S))
     for listener in listeners:
         listener.close()
     missing = sorted(set(group) - {rank} - set(sockets))
@@ -121,9 +118,8 @@ def connect(comm: Any, groups: list[list[int]], network: str, timeout_s: float) 
         if problem:
             one.close()
         else:
-            one.settimeout(None)
             one.setblocking(False)
-            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 0)  # the time limit is that of sent data
             limit_resending(one, timeout_s)
     return ({}, problem) if problem else (sockets, "")
 
@@ -131,9 +127,8 @@ def connect(comm: Any, groups: list[list[int]], network: str, timeout_s: float) 
 def _listen(addresses: list[str], backlog: int) -> list[socket.socket]:
     listeners = []
     for address in addresses:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
-            listeners.append(socket.create_server((address, 0), family=family, backlog=backlog))
+            listeners.append(channel.open_listener(address, backlog))
         except OSError:  # an address that cannot be used, such as one that is not yet valid
             continue
     if not listeners:
@@ -141,86 +136,59 @@ def _listen(addresses: list[str], backlog: int) -> list[socket.socket]:
     return listeners
 
 
-def _proof(secret: bytes, token: bytes, sender: int, receiver: int) -> bytes:
-    return hmac.digest(secret, b"allred host connection" + token + struct.pack("!II", sender, receiver), "sha256")
-
-
-def _connect_to_first(
-    there: list[tuple[str, int]], secret: bytes, token: bytes, rank: int, peer: int
-) -> socket.socket | str:
-    """Return a connection to the first address that answers with the proof of `peer`; or what each address said."""
+def _connect_to_first(there: list[tuple[str, int]], secret: str, token: str, rank: int) -> socket.socket | str:
+    """Return a connection to the first address at which the rank with that token accepts this one; or what each address
+    said."""
     said = []
     for address, port in there:
         try:
-            one = socket.create_connection((address, port), timeout=HANDSHAKE_S)
+            found = channel.connect((address, port), token, secret)
+        except HandshakeError:
+            said.append(f"{address} port {port}: it did not prove that it belongs to this job")
+            continue
         except OSError as error:
             said.append(f"{address} port {port}: {error}")
             continue
         try:
-            one.sendall(_HELLO.pack(rank, _proof(secret, token, rank, peer)))
-            if hmac.compare_digest(_read(one, _PROOF_BYTES), _proof(secret, token, peer, rank)):
-                return one
-            said.append(f"{address} port {port}: it did not prove that it belongs to this job")
-        except OSError as error:
+            found.send({"rank": rank})
+            found.receive_one(time.monotonic() + AUTHENTICATE_S)
+            return found.detach()
+        except (OSError, ValueError) as error:
             said.append(f"{address} port {port}: {error}")
-        one.close()
+            found.close()
     return "; ".join(said) or "it has no address"
 
 
-def _read(one: socket.socket, count: int) -> bytes:
-    """Return `count` bytes, or fewer at the end of the stream. Raises OSError after HANDSHAKE_S."""
-    data, deadline = b"", time.monotonic() + HANDSHAKE_S
-    while len(data) < count:
-        one.settimeout(max(deadline - time.monotonic(), 0.001))
-        part = one.recv(count - len(data))
-        if not part:
-            break
-        data += part
-    return data
-
-
 class _Acceptor:
-    """Accepts connections in threads, so that a stranger that sends nothing delays no one."""
+    """Accepts the connections of other ranks, in a thread, while this rank connects to others."""
 
-    def __init__(
-        self, listeners: list[socket.socket], secret: bytes, token: bytes, rank: int, expected: set[int]
-    ) -> None:
-        self._secret, self._token, self._rank, self._expected = secret, token, rank, expected
+    def __init__(self, listeners: list[socket.socket], secret: str, token: str, expected: set[int]) -> None:
+        self._loop, self._expected = Loop(), expected
         self._found: dict[int, socket.socket] = {}
-        self._changed = threading.Condition()
-        self._closed = False
-        for listener in listeners if expected else []:
-            listener.settimeout(0.2)  # a blocked accept() does not end when the listener is closed
-            threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
+        self._is_over = not expected
+        self._listeners = [Listener(self._loop, each, token, secret, self._admit) for each in listeners]
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
-    def _accept(self, listener: socket.socket) -> None:
-        while not self._closed:
-            try:
-                one, _ = listener.accept()
-            except TimeoutError:
-                continue
-            except OSError:
-                return
-            threading.Thread(target=self._answer, args=(one,), daemon=True).start()
+    def _run(self) -> None:
+        while not self._is_over:
+            self._loop.turn()
 
-    def _answer(self, one: socket.socket) -> None:
-        try:
-            hello = _read(one, _HELLO.size)
-            peer, proof = _HELLO.unpack(hello)
-            if not hmac.compare_digest(proof, _proof(self._secret, self._token, peer, self._rank)):
-                raise OSError("no proof")
-            with self._changed:
-                if self._closed or peer not in self._expected or peer in self._found:
-                    raise OSError("not expected")
-                one.sendall(_proof(self._secret, self._token, self._rank, peer))
-                self._found[peer] = one
-                self._changed.notify_all()
-        except (OSError, struct.error):
-            one.close()
+    def _admit(self, peer: Channel, messages: list[Message]) -> None:
+        rank = messages[0]["rank"]
+        if rank not in self._expected or rank in self._found:
+            return peer.close()
+        peer.send({"accepted": True})
+        self._found[rank] = peer.detach()
+        self._is_over = len(self._found) == len(self._expected)
 
     def finish(self, limit_s: float) -> dict[int, socket.socket]:
         """Return the connections by rank, when all expected ones exist or after the limit."""
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._found) == len(self._expected), limit_s)
-            self._closed = True
-            return self._found
+        self._thread.join(limit_s)
+        self._is_over = True
+        self._loop.wake()
+        self._thread.join()
+        for each in self._listeners:
+            each.close()
+        self._loop.close()
+        return self._found

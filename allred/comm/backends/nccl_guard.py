@@ -24,12 +24,12 @@ from allred import log, world
 from allred.comm.work import WorkQueue
 from allred.errors import AllredError, CollectiveTimeout
 from allred.gpu.streams import Completion
+from allred.runtime.timings import NCCL_VERDICT_S
 from allred.watch import exit as exit_protocol
 
 T = TypeVar("T")
 
 CHECK_INTERVAL_S = 0.05
-GRACE_S = 1.0  # for the watcher's verdict, after an error of NCCL
 HINT = "run it again with NCCL_DEBUG=WARN (or INFO), which makes NCCL print its errors, on every rank"
 
 
@@ -179,8 +179,8 @@ def _explained(title: str, problem: str) -> AllredError:
 
 
 def _await_verdict() -> None:
-    """Wait for a verdict, at most GRACE_S seconds."""
-    until = time.monotonic() + GRACE_S
+    """Wait for a verdict, at most NCCL_VERDICT_S seconds."""
+    until = time.monotonic() + NCCL_VERDICT_S
     while (watcher := world.watcher()) is not None and watcher.is_alive() and time.monotonic() < until:
         watcher.read()
         if watcher.verdict is not None:

@@ -21,8 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from allred.arena import NONCE_BYTES
-
-SOCKET_S = 10.0  # a connected rank answers at once; this bounds the wait for one that died
+from allred.runtime.timings import DESCRIPTOR_S
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +146,7 @@ def over_socket(comm: Any, fd: int, root: int = 0) -> int:
     """Return a descriptor of the file of rank `root`, or -1. Collective. fd: that file on `root`, else -1. It works
     between PID namespaces that share the network namespace."""
     with socket.socket(socket.AF_UNIX) as mine:
-        mine.settimeout(SOCKET_S)
+        mine.settimeout(DESCRIPTOR_S)
         name, ready = "", False
         with contextlib.suppress(OSError):
             if fd >= 0:
@@ -170,7 +169,7 @@ def over_socket(comm: Any, fd: int, root: int = 0) -> int:
 
 def _serve(listener: socket.socket, fd: int, count: int) -> None:
     """Send the descriptor to `count` processes of this user; other users can connect too, and are refused."""
-    deadline = time.monotonic() + SOCKET_S
+    deadline = time.monotonic() + DESCRIPTOR_S
     while count and time.monotonic() < deadline:
         with listener.accept()[0] as peer:
             credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-START_S = 20.0
+from allred.runtime.timings import DETACHED_START_S
 
 Process = subprocess.Popen[str]
 
@@ -44,7 +44,7 @@ def keep_standard_files() -> None:
 def spawn(module: str, files: Iterable[int] = ()) -> Process:
     """Spawn a process for `module` of allred, whose main() calls `serve`. It imports the module, and waits for the
     settings. files: descriptors that it inherits."""
-    command = [sys.executable, "-I", "-S", "-c", _PROGRAM, str(Path(__file__).parent), module]
+    command = [sys.executable, "-I", "-S", "-c", _PROGRAM, str(Path(__file__).parents[1]), module]
     pipe = subprocess.PIPE
     return subprocess.Popen(
         command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True, cwd="/", pass_fds=tuple(files)
@@ -64,13 +64,13 @@ def _start(get_process: Callable[[], Process], settings: Any) -> dict[str, Any]:
     try:
         with get_process() as process:
             try:
-                out, err = process.communicate(json.dumps(settings), START_S)
+                out, err = process.communicate(json.dumps(settings), DETACHED_START_S)
             except BaseException:
                 process.kill()
                 raise
         return {"problem": "", **json.loads(out)}
     except subprocess.TimeoutExpired:
-        return {"problem": f"it did not answer within {START_S:g} s"}
+        return {"problem": f"it did not answer within {DETACHED_START_S:g} s"}
     except (OSError, subprocess.SubprocessError) as error:
         return {"problem": f"{type(error).__name__}: {error}"}
     except ValueError:

@@ -1,4 +1,4 @@
-"""Authenticated TCP channels between the processes of a job, for launch/ and watch/. A message is a line: JSON or text.
+"""Authenticated channels between the processes of a job, over TCP or Unix sockets. A message is a line: JSON or text.
 
 Both ends prove that they know the secret, which is never sent. The nonces N and M are random and used once:
 
@@ -17,26 +17,31 @@ import dataclasses
 import hmac
 import json
 import secrets
-import selectors
 import socket
 import time
 from collections.abc import Callable
 from typing import Any
 
+from allred.runtime import timings
+from allred.runtime.loop import Loop, Timer
+
 Message = dict[str, Any]
 
 VERSION = 1
-AUTHENTICATE_S = 5.0  # from the connection to the first message of the connecting end
-MAX_UNAUTHENTICATED = 128  # connections that are not authenticated yet; one more closes the oldest
-UNAUTHENTICATED_BYTES = 2**12  # the longest line before authentication
-LINE_BYTES = 2**20  # the longest line after authentication
-SEND_S = 3.0  # time limit of a send to a peer that does not read; then the connection is closed
-_RETRY_S = 0.05
-_RECEIVE_BYTES = 2**16
 _MOST_MS = 2**31 - 1
 _TCP_RTO_MAX_MS = 44  # include/uapi/linux/tcp.h; Python has no name for it
-# Keepalive detects after 20 + 4 * 10 s that the machine of a peer has lost power or network.
-_KEEPALIVE = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 4}
+
+
+def family(address: Any) -> int:
+    """Return the family of an address of a socket: a path, or host and port."""
+    if isinstance(address, str):
+        return socket.AF_UNIX
+    return socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+
+
+def open_listener(host: str, backlog: int = 128) -> socket.socket:
+    """Listen at a free port of this host's address `host`."""
+    return socket.create_server((host, 0), family=family((host, 0)), backlog=backlog)
 
 
 class HandshakeError(Exception):
@@ -57,18 +62,56 @@ def limit_resending(connection: socket.socket, limit_s: float) -> None:
 class Channel:
     """A TCP or Unix connection that sends and receives lines. `longest`: bytes of the longest line that it accepts."""
 
-    def __init__(self, connection: socket.socket, longest: int = LINE_BYTES) -> None:
+    def __init__(self, connection: socket.socket, longest: int = timings.LINE_BYTES) -> None:
         self.connection, self.longest = connection, longest
         self._received = bytearray()
+        self._loop: Loop | None = None
         if connection.family == socket.AF_UNIX:
             return
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _KEEPALIVE.items():
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        self.keep_alive(*timings.KEEPALIVE_S)
 
-    def limit_resending(self, limit_s: float) -> None:
-        limit_resending(self.connection, limit_s)
+    def keep_alive(self, idle_s: int, interval_s: int) -> None:
+        """Notice that the machine of the peer has lost power or network, after idle_s + KEEPALIVE_COUNT * interval_s
+        without an answer."""
+        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s)
+        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval_s)
+        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, timings.KEEPALIVE_COUNT)
+
+    def serve(
+        self,
+        loop: Loop,
+        handle: Callable[[list[Any]], object],
+        lost: Callable[[Exception], object],
+        receive: Callable[[], list[Any]] | None = None,
+    ) -> None:
+        """Call `handle` with the messages of each receive. At the end of the connection, or if it carries anything that
+        is not the protocol, close it and call `lost`. handle: may raise ValueError for such messages. receive: default:
+        `receive`."""
+
+        def ready() -> None:
+            try:
+                handle((receive or self.receive)())
+            except (OSError, ValueError) as error:
+                self.close()
+                lost(error)
+
+        self._loop = loop
+        loop.on_input(self.connection, ready)
+
+    def close(self) -> None:
+        if self._loop is not None:
+            self._loop.remove(self.connection)
+        self.connection.close()
+
+    def detach(self) -> socket.socket:
+        """Return the connection, without a time limit, for bytes that are no messages. Raises ConnectionError if some
+        have arrived already."""
+        if self._received:
+            raise ConnectionError("the peer has sent more than its answer")
+        self.connection.settimeout(None)
+        return self.connection
 
     def send(self, message: Message) -> None:
         """Send JSON; see `send_line`."""
@@ -89,7 +132,7 @@ class Channel:
         ValueError for a line longer than `longest`; at most one read of such a line is kept in memory.
         """
         try:
-            data = self.connection.recv(min(_RECEIVE_BYTES, self.longest + 1))
+            data = self.connection.recv(min(timings.RECEIVE_BYTES, self.longest + 1))
         except BlockingIOError:
             return []
         if not data:
@@ -121,7 +164,7 @@ class Channel:
         raise TimeoutError("no answer")
 
 
-def connect(family: int, address: Any, purpose: str, secret: str, limit_s: float = AUTHENTICATE_S) -> Channel:
+def connect(address: Any, purpose: str, secret: str, limit_s: float = timings.AUTHENTICATE_S) -> Channel:
     """Connect to the listener at `address` (as in socket.connect) and authenticate, within `limit_s` seconds.
 
     Connects again if the listener closes the connection before authentication, as it does with too many connections.
@@ -131,17 +174,17 @@ def connect(family: int, address: Any, purpose: str, secret: str, limit_s: float
     deadline = time.monotonic() + limit_s
     while (left_s := deadline - time.monotonic()) > 0:
         with contextlib.ExitStack() as on_error:
-            connection = on_error.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            connection = on_error.enter_context(socket.socket(family(address), socket.SOCK_STREAM))
             connection.settimeout(left_s)
             connection.connect(address)
-            channel = Channel(connection, UNAUTHENTICATED_BYTES)
+            channel = Channel(connection, timings.UNAUTHENTICATED_BYTES)
             with contextlib.suppress(ConnectionError):
                 _prove_as_connector(channel, purpose, secret, deadline)
-                connection.settimeout(SEND_S)
-                channel.longest = LINE_BYTES
+                connection.settimeout(timings.SEND_S)
+                channel.longest = timings.LINE_BYTES
                 on_error.pop_all()
                 return channel
-        time.sleep(_RETRY_S)
+        time.sleep(timings.RETRY_S)
     raise ConnectionError("the listener closes each connection before authentication")
 
 
@@ -177,44 +220,44 @@ def _proves(message: Message, proof: str) -> bool:
 class _UnauthenticatedPeer:
     channel: Channel
     nonce: str
-    deadline: float
+    expiry: Timer
     authenticated: bool = False
 
 
 class Listener:
-    """Accepts connections on a socket and authenticates them. Its event loop calls `dispatch` and `close_expired`.
+    """Accepts connections on a socket, in an event loop, and authenticates them.
 
     It never waits for a peer. It closes a connection if the peer sends something else than the protocol, if the first
-    message after authentication does not arrive within AUTHENTICATE_S seconds, and if MAX_UNAUTHENTICATED newer
-    connections are not authenticated.
+    message after authentication does not arrive within AUTHENTICATE_S, and if UNAUTHENTICATED_PEERS newer connections
+    are not authenticated.
 
-    admit(channel, messages): called with each authenticated channel and its first messages. The selector no longer
-        watches the channel.
+    admit(channel, messages): called with each authenticated channel and its first messages.
     refusal(host, has): returns the reason that is sent to a peer with a wrong secret. `has`: whether the peer has a
         secret at all.
     """
 
     def __init__(
         self,
-        selector: selectors.BaseSelector,
+        loop: Loop,
         listening: socket.socket,
         purpose: str,
         secret: str,
         admit: Callable[[Channel, list[Message]], object],
         refusal: Callable[[str, bool], str] = lambda host, has: "its secret is not the secret of this job",
     ) -> None:
-        self._selector, self._socket, self._purpose, self._secret = selector, listening, purpose, secret
+        self._loop, self._socket, self._purpose, self._secret = loop, listening, purpose, secret
         self._admit, self._refusal = admit, refusal
         self._pending: list[_UnauthenticatedPeer] = []
         listening.setblocking(False)
         listening.listen(1024)
-        selector.register(listening, selectors.EVENT_READ, self._accept)
+        loop.on_input(listening, self._accept)
 
-    def close_expired(self) -> None:
-        """Close connections whose time limit is over. The event loop calls it in each iteration."""
-        now = time.monotonic()
-        for peer in [peer for peer in self._pending if now > peer.deadline]:
+    def close(self) -> None:
+        """Listen no more, and close connections that are not authenticated."""
+        for peer in [*self._pending]:
             self._close(peer)
+        self._loop.remove(self._socket)
+        self._socket.close()
 
     def _accept(self) -> None:
         try:
@@ -222,13 +265,14 @@ class Listener:
         except OSError:  # the peer has closed the connection, or there are too many open files
             return
         unauthenticated = [peer for peer in self._pending if not peer.authenticated]
-        if len(unauthenticated) >= MAX_UNAUTHENTICATED:
+        if len(unauthenticated) >= timings.UNAUTHENTICATED_PEERS:
             self._close(unauthenticated[0])
         connection.setblocking(False)
-        channel = Channel(connection, UNAUTHENTICATED_BYTES)
-        peer = _UnauthenticatedPeer(channel, secrets.token_hex(), time.monotonic() + AUTHENTICATE_S)
+        channel = Channel(connection, timings.UNAUTHENTICATED_BYTES)
+        expiry = self._loop.after(timings.AUTHENTICATE_S, lambda: self._close(peer))
+        peer = _UnauthenticatedPeer(channel, secrets.token_hex(), expiry)
         self._pending.append(peer)
-        self._selector.register(connection, selectors.EVENT_READ, lambda: self._receive(peer))
+        self._loop.on_input(connection, lambda: self._receive(peer))
         channel.send({"allred": VERSION, "nonce": peer.nonce})
 
     def _receive(self, peer: _UnauthenticatedPeer) -> None:
@@ -236,7 +280,7 @@ class Listener:
             messages = peer.channel.receive()
             if peer.authenticated and messages:
                 self._forget(peer)
-                peer.channel.connection.settimeout(SEND_S)
+                peer.channel.connection.settimeout(timings.SEND_S)
                 self._admit(peer.channel, messages)
             elif messages:
                 self._authenticate(peer, *messages)
@@ -247,25 +291,18 @@ class Listener:
         nonces = peer.nonce, str(message["nonce"])
         if _proves(message, _proof(self._secret, self._purpose, "connect", nonces)):
             peer.channel.send({"proof": _proof(self._secret, self._purpose, "listen", nonces)})
-            peer.authenticated, peer.channel.longest = True, LINE_BYTES
+            peer.authenticated, peer.channel.longest = True, timings.LINE_BYTES
         else:
-            host = peer.channel.connection.getpeername()[0]
+            host = [*peer.channel.connection.getpeername(), "this host"][0]  # a Unix socket has no name
             peer.channel.send({"refused": self._refusal(host, bool(message.get("has")))})
             self._close(peer)
 
     def _forget(self, peer: _UnauthenticatedPeer) -> None:
+        peer.expiry.cancel()
         with contextlib.suppress(ValueError):
             self._pending.remove(peer)
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(peer.channel.connection)
+        self._loop.remove(peer.channel.connection)
 
     def _close(self, peer: _UnauthenticatedPeer) -> None:
         self._forget(peer)
-        peer.channel.connection.close()
-
-
-def dispatch(selector: selectors.BaseSelector, timeout_s: float) -> None:
-    """Wait for events for at most `timeout_s` seconds, and call the function that is registered for each of them."""
-    for key, _ in selector.select(timeout_s):
-        if selector.get_map().get(key.fd) is key:  # an earlier call may close it, and the kernel reuse its number
-            key.data()
+        peer.channel.close()
