@@ -199,10 +199,11 @@ class PsMode(Mode):
             absent = [index for index, value in enumerate(values) if value is None]
             sources, targets = self._gradients.to_wire(values), ps_payload.targets(leaves)
         usable = self._finite(sources)
-        if usable and self._clipper.active:
-            sources = self._clipper.clip_local(sources)
-        if self._clipper.scaler is not None:
-            self._clipper.scaler.update(not usable, self._title)
+        clipper = self._clipper
+        if usable and (clipper.limit is not None or clipper.scaler is not None):
+            sources = clipper.clip_local(sources)
+        if clipper.scaler is not None:
+            clipper.scaler.update(not usable, self._title)
         if not usable:
             return self._end_step(start, samples, 0)
         if self._sends_hyperparameters:

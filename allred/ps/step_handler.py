@@ -19,6 +19,7 @@ from allred.ps import protocol
 from allred.ps.protocol import ServerStatistics
 from allred.ps.shard import Shard, Update
 from allred.ps.shm_transport import MailboxPort
+from allred.timeline import recorder
 from allred.timeline.recorder import span
 from allred.wording import named
 
@@ -114,7 +115,7 @@ class StepHandler:
                 and not self._averages
             )
             kind, nbytes = ("push+pull", shard.bytes_up + shard.bytes_down) if given else ("push", shard.bytes_up)
-            with span(kind, "", nbytes, self._rows[worker]):
+            with recorder.NO_SPAN if recorder.current is None else span(kind, "", nbytes, self._rows[worker]):
                 yield from self._push(worker, port, shard, flags, dropped, given)
             if given:  # reply before counting, so that the worker continues sooner
                 self._reply(port, shard, step + 1, 0, staleness)

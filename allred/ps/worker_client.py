@@ -29,6 +29,7 @@ from allred.ps.protocol import ServerStatistics
 from allred.ps.run_steps import AllPending, run_steps
 from allred.ps.shard import Layout, Parts, lay_out
 from allred.ps.shm_transport import open_mailbox
+from allred.timeline import recorder
 from allred.timeline.recorder import span
 from allred.watch.wait import Awaited
 
@@ -271,7 +272,8 @@ class Client:
         self._begin()
         nbytes = (flags & protocol.PUSH > 0) * self._up_bytes + (flags & protocol.PULL > 0) * self._down_bytes
         try:
-            with span(_KINDS[flags & _PUSH_PULL], title, nbytes):
+            kind = _KINDS[flags & _PUSH_PULL]
+            with recorder.NO_SPAN if recorder.current is None else span(kind, title, nbytes):
                 pending = self._send(flags, up, down, absent, lr, only)
                 if len(pending) > 1 or not pending[0].done():
                     self._run(title or f"step {self.step_number} with the parameter servers", _until_done(pending))

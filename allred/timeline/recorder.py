@@ -126,7 +126,7 @@ class _TimedSpan:
         self._add(("span", self._row, self._kind, self._name, self._start, time.perf_counter_ns(), self._nbytes))
 
 
-_NO_SPAN = contextlib.nullcontext()
+NO_SPAN = contextlib.nullcontext()
 
 
 def span(kind: str, name: str = "", nbytes: int = 0, row: str = "") -> AbstractContextManager[None]:
@@ -135,7 +135,7 @@ def span(kind: str, name: str = "", nbytes: int = 0, row: str = "") -> AbstractC
     >>> with span("apply", "layer 1", nbytes=4096):
     ...     pass
     """
-    return _NO_SPAN if current is None else _TimedSpan(current.add, row, kind, name, nbytes)
+    return NO_SPAN if current is None else _TimedSpan(current.add, row, kind, name, nbytes)
 
 
 class Operation:

@@ -41,6 +41,11 @@ def run(cases, workers, servers=1, mpi="mpich", apart=False, banner=0):
     return list(map(json.loads, lines)), result.err
 
 
+def test_the_path_of_a_steady_push_and_pull_is_short():
+    result = mpirun(2, PROGRAM.with_name("ps_call_path_program.py"), timeout_s=60)
+    assert sorted(result.out.split()[::3]) == ["server:", "worker:"], result.text
+
+
 def sums_cases(workers, servers, apart):
     """Return {policy: case}. Each checks at each step that no pull mixes two versions, where that is promised."""
     arguments = {"steps": STEPS, "seed": workers + 10 * servers, "consistent": servers == 1 and not apart}
