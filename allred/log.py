@@ -7,11 +7,11 @@ runtime_warning  a RuntimeWarning of Python, on the chief; before init() in ever
 """
 
 import contextlib
-import os
 import sys
 import warnings
 
 from allred import world
+from allred.runtime.stderr import rank_warning as rank_warning
 
 
 def warning(line: str) -> None:
@@ -21,12 +21,6 @@ def warning(line: str) -> None:
         with contextlib.suppress(OSError, ValueError, AttributeError):  # a stream that is closed or gone
             sys.stderr.write(f"allred: {line}\n")  # at once; print would write the end of the line apart
             sys.stderr.flush()
-
-
-def rank_warning(line: str) -> None:
-    """Print a line on this rank."""
-    with contextlib.suppress(OSError):
-        os.write(2, f"allred: {line}\n".encode())
 
 
 def info(line: str) -> None:

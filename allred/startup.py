@@ -17,14 +17,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from allred import arena, log, native, world
+from allred import arena, log, native, numbering, world
 from allred.cluster import mpi, processors, topology
 from allred.cluster.processors import Cores
 from allred.cluster.spec import CLIENT
 from allred.comm import recording
 from allred.comm.communicator import Communicator
 from allred.comm.create import NoCollectives, add_devices, create, select_backend, select_devices, select_transport
-from allred.comm.process_set import ProcessSets
+from allred.comm.process_set import PROCESS_SETS, ProcessSets
 from allred.config import Config, explicit_settings, settle
 from allred.errors import AllredError, ConfigError, InputError
 from allred.gpu import streams
@@ -165,7 +165,7 @@ class _Decisions:
 def _join_ranks(comm: Any, settings: dict[str, Any] | str, cluster: Cluster, in_cluster: bool) -> None:
     duplicate, library = _duplicate(comm, cluster.lifeline)
     control = create("single" if duplicate is None else "mpi", duplicate, Config.timeout_s, [])
-    host = 0 if duplicate is None else topology.node_id(duplicate)
+    host = 0 if duplicate is None else numbering.node_id(duplicate)
     may_use_gpus = isinstance(settings, dict) and settings.get("backend", "auto") in ("auto", "nccl")
     gpus = streams.visible_gpus() if may_use_gpus else streams.NO_GPUS
     size = 1 if duplicate is None else duplicate.Get_size()
@@ -226,7 +226,7 @@ def _plan(facts: list[_Facts], cluster: Cluster, has_mpi: bool) -> _Decisions:
             "ALLRED_WATCHER=0 is for jobs with a launcher, which ends all ranks when one dies; tasks that were "
             "started without a launcher have only the watchers"
         )
-    nodes = topology.pretend(config.pretend_nodes, len(facts)) or [each.host for each in facts]
+    nodes = numbering.pretend(config.pretend_nodes, len(facts)) or [each.host for each in facts]
     stop = len(facts) - cluster.clients
     workers = range(_servers(config, stop), stop)
     kernels = [facts[rank].has_kernels for rank in workers]
@@ -284,14 +284,14 @@ def _world(plan: _Decisions, facts: list[_Facts], control: Communicator, duplica
         reason = f"{reason}; {gpus}" if gpus else reason
     kernels = [facts[each].has_kernels for each in workers]
     here = World(
-        topology=topology.number(plan.nodes, rank, plan.servers, plan.clients),
+        topology=numbering.number(plan.nodes, rank, plan.servers, plan.clients),
         communicator=communicator,
         config=config,
         reason=reason,
         workers_job=cluster.workers_job,
         cores=processors.share(cores, hosts, rank),
-        process_sets=ProcessSets(duplicate, control, plan.servers, communicator, nodes, kernels, config),
     )
+    PROCESS_SETS.set(here, ProcessSets(duplicate, control, plan.servers, communicator, nodes, kernels, config))
     here.queues.update((control.queue, communicator.queue))
     return here
 
@@ -316,11 +316,11 @@ def _connect_servers_and_clients(
     """Create the communicators of mode ps and of clients. Collective."""
     rank, workers = control.rank, plan.workers
     if plan.servers:
-        from allred.ps.context import Context
+        from allred.ps.context import CONTEXT, Context
 
         ranks = tuple(plan.nodes[: workers.stop])
         ps = Context(duplicate.Dup(), rank, plan.servers, ranks, plan.config, joins=here.in_cluster)
-        here.ps = ps if rank < workers.stop else None
+        CONTEXT.set(here, ps if rank < workers.stop else None)
         if rank in workers:
             atexit.register(_leave_servers)
     if plan.clients:
@@ -332,7 +332,7 @@ def _connect_servers_and_clients(
 
 
 def _start_watchers(plan: _Decisions, facts: list[_Facts], control: Communicator, cluster: Cluster) -> None:
-    everyone = topology.number(plan.nodes, control.rank)
+    everyone = numbering.number(plan.nodes, control.rank)
     reach = "network" if len({each.host for each in facts}) > 1 else "host" if everyone.nodes > 1 else ""
     expendable = tuple(plan.workers) if plan.servers else ()
     watch.start(control, everyone, plan.config, reach, expendable=expendable, launcher=cluster.lifeline < 0)
@@ -378,8 +378,8 @@ def shutdown() -> None:
     _leave_servers()
     _leave_workers()
     watch.stop()
-    if here.process_sets is not None:
-        here.process_sets.close()
+    if (sets := PROCESS_SETS.of(here)) is not None:
+        sets.close()
     communicator.close()
     recording.stop()
     arena.disable()
@@ -390,10 +390,11 @@ def _leave_servers() -> None:
     """Tell the servers that this worker leaves. If it failed, its watcher reports that."""
     global _servers_ended
     here = world.current_or_none()
-    if here is not None and here.ps is not None and not status_at_exit():
+    if here is not None and here.config.mode == "ps" and not status_at_exit():
         from allred.ps import context
 
-        _servers_ended = context.leave()
+        if context.is_active():
+            _servers_ended = context.leave()
 
 
 def _leave_workers() -> None:

@@ -7,60 +7,72 @@ thread is a rank with a world of its own.
 import dataclasses
 import os
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakSet
 
 from allred.config import Config
 from allred.counters import Counters
 from allred.errors import AllredError, NotInitializedError
+from allred.numbering import Numbering
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from allred.client.call import ClientGroup
-    from allred.cluster.topology import Topology
-    from allred.comm.communicator import Communicator
-    from allred.comm.process_set import ProcessSets
-    from allred.comm.replicas import Replica
-    from allred.comm.work import WorkQueue
-    from allred.ps.context import Context
     from allred.watch.watcher_client import WatcherClient
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(eq=False)
 class World:
-    """The state of one rank. Made by init(), closed by shutdown().
+    """The state of one rank that all layers share. Made by init(), closed by shutdown().
 
-    communicator: of all workers; inside functions.within() of a process set. reason: why its backend was selected.
+    topology: the numbers of this rank. communicator: of all workers; inside functions.within() of a process set. Its
+    class is above this module: `functions.current()` returns it with its type. reason: why its backend was selected.
     workers_job: the name of the workers' job. cores: this rank's share of the cores of its node.
-    ps: mode ps; None in other modes. watcher: the connection to the watcher; None without one.
-    in_cluster: whether allred.Server() made this world. client_group: the tasks of a cluster
-    with clients; None without clients.
-    queues: the queues that make progress in every wait of this rank. iterations: the running iterations over batches;
-    data/loader.py makes it on first use.
-    join_observers: called with the rank that joined last. replicas: the parameters and states that `join` makes equal.
+    watcher: the connection to the watcher; None without one. in_cluster: whether allred.Server() made this world.
+    client_group: the `client.call.ClientGroup` of a cluster with clients; None without clients.
+    queues: the `WorkQueue`s that make progress in every wait of this rank.
     failure: the error of another rank, to be raised here (testing.threads; between processes the watcher has it).
-    counters: of the steps of this rank, for monitors.
+    counters: of the steps of this rank, for monitors. slots: see `Slot`.
     """
 
-    topology: "Topology"
-    communicator: "Communicator" = None  # type: ignore[assignment]  # tests have worlds without communicators
+    topology: Numbering
+    communicator: Any = None  # tests have worlds without communicators
     config: Config = dataclasses.field(default_factory=Config)
     reason: str = ""
     workers_job: str = "worker"
     cores: int = 1
-    process_sets: "ProcessSets | None" = None
-    ps: "Context | None" = None
     watcher: "WatcherClient | None" = None
     in_cluster: bool = False
-    client_group: "ClientGroup | None" = None
-    queues: "WeakSet[WorkQueue]" = dataclasses.field(default_factory=WeakSet)
-    iterations: Any = None
-    join_observers: "list[Callable[[int], None]]" = dataclasses.field(default_factory=list)
-    replicas: "WeakSet[Replica]" = dataclasses.field(default_factory=WeakSet)
+    client_group: Any = None
+    queues: WeakSet[Any] = dataclasses.field(default_factory=WeakSet)
     failure: AllredError | None = None
     counters: Counters = dataclasses.field(default_factory=Counters)
     process: int = dataclasses.field(default_factory=os.getpid)  # the rank's own process, not a fork
+    slots: "dict[Slot[Any], Any]" = dataclasses.field(default_factory=dict)
+
+
+class Slot(Generic[T]):
+    """A value that each world has, and that belongs to the module which makes the slot. first: makes the first value.
+
+    >>> from allred.numbering import number
+    >>> counts, here = Slot(list), World(number([0], 0))
+    >>> counts.of(here).append(3)
+    >>> counts.of(here)
+    [3]
+    """
+
+    def __init__(self, first: Callable[[], T]) -> None:
+        self._first = first
+
+    def of(self, here: World) -> T:
+        """Return the value of a world."""
+        if self not in here.slots:
+            here.slots.setdefault(self, self._first())  # two threads may be here at once
+        return here.slots[self]  # type: ignore[no-any-return]
+
+    def set(self, here: World, value: T) -> None:
+        here.slots[self] = value
 
 
 _DEFAULTS = Config()
@@ -115,7 +127,7 @@ def watcher() -> "WatcherClient | None":
     return _last_watcher if here is None else here.watcher
 
 
-def queues() -> "WeakSet[WorkQueue]":
+def queues() -> WeakSet[Any]:
     """Return the queues that make progress in every wait of this rank; none without a world."""
     here = current_or_none()
     return WeakSet() if here is None else here.queues

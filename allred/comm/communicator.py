@@ -31,7 +31,7 @@ from allred.comm.arguments import (
     target_of,
     wire_code,
 )
-from allred.comm.backends.backend import Backend, pickled, pickled_parts, unpickle
+from allred.comm.backends.backend import Backend, WithHeader, pickled, pickled_parts, unpickle
 from allred.comm.device_collectives import DeviceCollectives
 from allred.comm.group import Group
 from allred.comm.header import OpDescriptor, quoted
@@ -45,7 +45,6 @@ from allred.fusion import FusionBuffer
 from allred.gpu.device_arrays import is_device
 
 if TYPE_CHECKING:
-    from allred.comm.backends.shm import ShmBackend
     from allred.native._kernels import Operation as CheckedOperation
 
 _NONE = Compression.none
@@ -280,7 +279,7 @@ class Communicator(Group):
         every = list(zip(sources, targets, flats, strict=True))
         begun: list[CheckedOperation] = []
 
-        def begin(backend: "ShmBackend", record: bytes) -> "CheckedOperation":
+        def begin(backend: WithHeader, record: bytes) -> "CheckedOperation":
             given = [flat if source is target else arrays.flat(source) for source, target, flat in every]
             begun.append(backend.begin_allreduce(record, given, flats, op, compression.value, checks_finite))
             return begun[0]

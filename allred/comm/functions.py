@@ -41,13 +41,16 @@ from allred.errors import InputError
 T = TypeVar("T")
 
 
+_JOIN_OBSERVERS = world.Slot(list[Callable[[int], None]])  # called with the rank that joined last
+
+
 def current(process_set: ProcessSet | None = None) -> Communicator:
     """Return the communicator of all ranks, or of a process set. Raises NotInitializedError before allred.init()."""
     if process_set is not None:
         if not isinstance(process_set, ProcessSet):
             raise InputError(f"process_set={process_set!r} must be an allred.ProcessSet, or None for all ranks")
         return process_set.communicator()
-    return world.current().communicator
+    return world.current().communicator  # type: ignore[no-any-return]
 
 
 class within:  # noqa: N801  (a cheap context manager, used in every step)
@@ -318,13 +321,13 @@ def _checked(work: Work[T], function: str) -> Work[T]:
 def add_observer(observer: Callable[[int], None]) -> None:
     """Call `observer` on this rank with the number of the rank that joined last, when all ranks have joined and before
     parameters are copied from it."""
-    world.current().join_observers.append(observer)
+    _JOIN_OBSERVERS.of(world.current()).append(observer)
 
 
 def remove_observer(observer: Callable[[int], None]) -> None:
     """Remove an observer."""
-    if (here := world.current_or_none()) is not None and observer in here.join_observers:
-        here.join_observers.remove(observer)
+    if (here := world.current_or_none()) is not None and observer in (observers := _JOIN_OBSERVERS.of(here)):
+        observers.remove(observer)
 
 
 def join(process_set: ProcessSet | None = None) -> int:
@@ -361,7 +364,7 @@ def join(process_set: ProcessSet | None = None) -> int:
         first = False
     if process_set is None:
         with communicator.at_any_place():
-            for observer in list(world.current().join_observers):
+            for observer in list(_JOIN_OBSERVERS.of(world.current())):
                 observer(last)
             replicas.refresh(communicator, joined_at, last)
     return last

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from allred.comm import header
 from allred.comm.arguments import check_name
-from allred.comm.backends.backend import Backend, DeviceBackend, pickled
+from allred.comm.backends.backend import Backend, DeviceBackend, WithHeader, pickled
 from allred.comm.header import OpDescriptor, quoted
 from allred.comm.work import Steps, Work, WorkQueue, call_site
 from allred.errors import InputError
@@ -25,7 +25,6 @@ from allred.timeline.recorder import Operation, Track
 from allred.wording import named
 
 if TYPE_CHECKING:
-    from allred.comm.backends.shm import ShmBackend
     from allred.native._kernels import Operation as CheckedOperation
 
 T = TypeVar("T")
@@ -154,7 +153,7 @@ class Group:
     def agree_and_move(
         self,
         descriptor: OpDescriptor,
-        begin: Callable[["ShmBackend", bytes], "CheckedOperation"],
+        begin: Callable[[WithHeader, bytes], "CheckedOperation"],
         move: "Callable[[Group], Steps[None]]",
         wire: int = 0,
     ) -> Steps[None]:

@@ -4,21 +4,15 @@ A NodeMemory is a file without a name, which every rank of the node maps (backen
 array in it exists on any rank, also after shutdown().
 """
 
-import contextlib
 import math
 import mmap
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from allred import world
 from allred.arrays import Array
-from allred.comm.backends import segment
-
-if TYPE_CHECKING:
-    from allred.comm.communicator import Communicator
 
 _ALIGNMENT = 64  # bytes; different arrays have no cache line in common
 ranges: dict[int, int] = {}  # first address of each block in this process, and the address behind it
@@ -46,28 +40,6 @@ class NodeMemory:
 def size_in_block(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
     """Return the bytes that an array takes in a block."""
     return -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-
-
-def ranks_of_node(number: int, ranks: Sequence[int]) -> list[int]:
-    """Return the workers in `ranks` that are on the node of worker `number`."""
-    sets = world.current().process_sets
-    return [number] if sets is None else [rank for rank in ranks if sets.nodes[rank] == sets.nodes[number]]
-
-
-def allocate(communicator: "Communicator", nbytes: int, title: str) -> NodeMemory | None:
-    """Make a block on each node; None on all ranks if a rank cannot map it. Collective; all ranks pass the same
-    `nbytes`. title: of the exchanges, in errors."""
-    mine = ranks_of_node(communicator.number, communicator.active.ranks)
-    memory, offer = None, None
-    if communicator.number == mine[0]:
-        with contextlib.suppress(OSError):
-            memory, offer = segment.offer(max(nbytes, mmap.PAGESIZE))
-    offers = communicator.allgather_object(offer, title).wait()
-    offer = offers[list(communicator.active.ranks).index(mine[0])]
-    if memory is None and offer is not None:
-        memory = segment.accept(offer)
-    mapped = communicator.allgather_object(memory is not None, title).wait()
-    return NodeMemory(memory, mine) if memory is not None and all(mapped) else None
 
 
 def any_shared(values: Sequence[Any]) -> bool:

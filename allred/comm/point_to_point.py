@@ -14,18 +14,16 @@ mode (Issend). Like collectives, messages make progress while this rank waits fo
 import operator
 import struct
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from allred import arrays, world
 from allred.arrays import Array
 from allred.comm.arguments import target_of
+from allred.comm.group import Group
 from allred.comm.work import Polled, Steps, Work, WorkQueue
 from allred.errors import InputError, MismatchError
-
-if TYPE_CHECKING:
-    from allred.comm.group import Group
 
 CHUNK_BYTES = 2**20
 _RECORD = struct.Struct("<B511s")  # 1 if the arguments are invalid; dtype and shape, or the error
@@ -37,7 +35,7 @@ _abandoned: list[WorkQueue] = []  # MPI may still use the memory of their operat
 class PointToPoint:
     """Sends and receives of this rank in `group`."""
 
-    def __init__(self, group: "Group") -> None:
+    def __init__(self, group: Group) -> None:
         self._group = group
         self._comm = group.backend.comm
         self._queues: dict[tuple[str, str, str], WorkQueue] = {}  # by direction, peer and tag

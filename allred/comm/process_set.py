@@ -176,8 +176,11 @@ def close(communicator: Communicator) -> None:
     communicator.close()
 
 
+PROCESS_SETS = world.Slot[ProcessSets | None](lambda: None)
+
+
 def _current() -> ProcessSets:
-    process_sets = world.current().process_sets
+    process_sets = PROCESS_SETS.of(world.current())
     assert process_sets is not None
     return process_sets
 

@@ -40,8 +40,8 @@ class Owner(Protocol):
 
 
 class Replica:
-    """This rank's parameters and state of one optimizer. `World.replicas` has those of all optimizers without process
-    set that have begun.
+    """This rank's parameters and state of one optimizer. `_REPLICAS` has those of all optimizers without process set
+    that have begun.
 
     It keeps the parameters of the last broadcast and steps alive, but not the optimizer, which keeps this object.
     """
@@ -58,14 +58,14 @@ class Replica:
 
     def number(self, communicator: Communicator) -> int:
         """Return the number of the operation in which it began; if it has not begun, of the last operation."""
-        if self._number is None or self._replicas is not world.current().replicas:
+        if self._number is None or self._replicas is not _REPLICAS.of(world.current()):
             return communicator.operations
         return self._number
 
     def begin_steps(self, communicator: Communicator, tensors: list[Tensor]) -> None:
         """Call at the end of a step with other tensors, or of another communicator, than the step before. The caller
         then sets `steps` and `leaves`, as at the end of each step."""
-        if self._replicas is not world.current().replicas:
+        if self._replicas is not _REPLICAS.of(world.current()):
             self._begin(communicator.operations)
         if tensors != self.tensors:
             self._trained = self._all_trained()
@@ -77,7 +77,7 @@ class Replica:
         self.steps, self.tensors, self.leaves, self._trained = steps, [], [], dict(nest.leaves(params))
 
     def _begin(self, number: int) -> None:
-        self._replicas, self._number = world.current().replicas, number
+        self._replicas, self._number = _REPLICAS.of(world.current()), number
         self._replicas.add(self)
 
     def _all_trained(self) -> dict[str, Any]:
@@ -97,6 +97,9 @@ class Replica:
         return _State(owner, number, params, Version(owner.name, self.steps, hash_text(" ".join(lines))))
 
 
+_REPLICAS = world.Slot(weakref.WeakSet[Replica])  # that `join` makes equal
+
+
 class _State(NamedTuple):
     owner: Owner
     number: int
@@ -109,7 +112,7 @@ def refresh(communicator: Communicator, joined_at: int, last: int) -> None:
 
     joined_at: `communicator.operations` when this rank joined. last: the rank that joined last.
     """
-    states = [state for replica in list(world.current().replicas) if (state := replica.state()) is not None]
+    states = [state for replica in list(_REPLICAS.of(world.current())) if (state := replica.state()) is not None]
     own = {state.number: state for state in states}
     versions = {number: state.version for number, state in own.items()}
     everyone = communicator.allgather_object((joined_at, versions), "replicas").wait()

@@ -13,7 +13,6 @@ wrong weights of gradients would go unnoticed.
 """
 
 import dataclasses
-import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -96,17 +95,12 @@ class Iterations:
 
 
 _without_world = Iterations()
-_creating = threading.Lock()
+ITERATIONS = world.Slot(Iterations)
 
 
 def _iterations() -> Iterations:
     here = world.current_or_none()
-    if here is None:
-        return _without_world
-    with _creating:  # two threads may start their first iterations at once
-        if here.iterations is None:
-            here.iterations = Iterations()
-    return here.iterations  # type: ignore[no-any-return]
+    return _without_world if here is None else ITERATIONS.of(here)
 
 
 def running() -> list[Iteration]:
@@ -120,7 +114,7 @@ def claim_samples(samples: int | None = None) -> int | None:
     Returns None if no batches are in use. Raises InputError if the batch is not known and the shares differ.
     """
     here = world.current_or_none()  # not _iterations(): every step calls this
-    iterations = _without_world if here is None else here.iterations
+    iterations = _without_world if here is None else here.slots.get(ITERATIONS)
     if iterations is None:
         return samples
     running = iterations.running

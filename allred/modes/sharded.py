@@ -16,17 +16,22 @@ all have completed 4 of the step before. Tensors that are not contiguous numpy a
 are updated by every rank, whose state is its own.
 """
 
+import contextlib
+import mmap
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from allred import log, nest
+from allred import log, nest, world
 from allred.arrays import Array
 from allred.comm import functions, node_memory
 from allred.comm.arguments import memory_conflicts
+from allred.comm.backends import segment
+from allred.comm.communicator import Communicator
 from allred.comm.header import hash_text, mix
+from allred.comm.process_set import PROCESS_SETS
 from allred.fusion import Tensor
 from allred.optim.base import Optimizer, optimizer_kind, splittable
 from allred.optim.step_input import PendingUpdates, Slots
@@ -148,7 +153,7 @@ class ShardedUpdate:
 
     def _make_plan(self, pending: PendingUpdates, ranks: Sequence[int]) -> _ShardPlan:
         """Cut the tensors into slices of equal numbers of elements, which begin at multiples of _CUT."""
-        here = node_memory.ranks_of_node(functions.current().number, ranks)
+        here = _ranks_of_node(functions.current().number, ranks)
         mine, names = here.index(functions.current().number), pending.names
         cut = [
             index
@@ -188,7 +193,7 @@ class ShardedUpdate:
     def _allocate(self, nbytes: int, what: str) -> node_memory.NodeMemory | None:
         communicator = functions.current()
         self._blocks = mix(self._blocks, communicator.operations)
-        return node_memory.allocate(communicator, nbytes, f"{self._title}: memory for {what}")
+        return _allocate(communicator, nbytes, f"{self._title}: memory for {what}")
 
     def _share_slots(self, pending: PendingUpdates) -> dict[str, Slots]:
         """Let the slots that the node does not share yet lie in a new block. Return their values, by tensor."""
@@ -248,6 +253,28 @@ def _bound(element: int, count: int) -> int:
     return max(0, min(-(-element // _CUT) * _CUT, count))
 
 
+def _ranks_of_node(number: int, ranks: Sequence[int]) -> list[int]:
+    """Return the workers in `ranks` that are on the node of worker `number`."""
+    sets = PROCESS_SETS.of(world.current())
+    return [number] if sets is None else [rank for rank in ranks if sets.nodes[rank] == sets.nodes[number]]
+
+
+def _allocate(communicator: Communicator, nbytes: int, title: str) -> node_memory.NodeMemory | None:
+    """Make a block on each node; None on all ranks if a rank cannot map it. Collective; all ranks pass the same
+    `nbytes`. title: of the exchanges, in errors."""
+    mine = _ranks_of_node(communicator.number, communicator.active.ranks)
+    memory, offer = None, None
+    if communicator.number == mine[0]:
+        with contextlib.suppress(OSError):
+            memory, offer = segment.offer(max(nbytes, mmap.PAGESIZE))
+    offers = communicator.allgather_object(offer, title).wait()
+    offer = offers[list(communicator.active.ranks).index(mine[0])]
+    if memory is None and offer is not None:
+        memory = segment.accept(offer)
+    mapped = communicator.allgather_object(memory is not None, title).wait()
+    return node_memory.NodeMemory(memory, mine) if memory is not None and all(mapped) else None
+
+
 def share(params: Any, title: str) -> Any:
     """Copy `params` to memory that all ranks of a node map, and return the nest of the new arrays. Collective.
 
@@ -262,7 +289,7 @@ def share(params: Any, title: str) -> Any:
     lines = [f"{name}{', tied' * (id(leaf) in tied)} {getattr(leaf, 'shape', ())}" for name, leaf in named]
     functions.current().check("parameters", title, lines).wait()  # all ranks allocate the same arrays
     nbytes = sum(node_memory.size_in_block(leaf.shape, leaf.dtype) for leaf in eligible)
-    block = node_memory.allocate(functions.current(), nbytes, title)
+    block = _allocate(functions.current(), nbytes, title)
     if block is None:
         return params
     shared = []

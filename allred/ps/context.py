@@ -44,9 +44,12 @@ class Context:
         return self.rank - self.servers
 
 
+CONTEXT = world.Slot[Context | None](lambda: None)  # None in other modes
+
+
 def _find() -> Context | None:
     here = world.current_or_none()
-    return None if here is None else here.ps
+    return None if here is None else CONTEXT.of(here)
 
 
 def is_active() -> bool:
@@ -62,7 +65,7 @@ def serves() -> bool:
 
 def current() -> Context:
     """Return the context. Raises NotInitializedError outside mode ps."""
-    here = world.current().ps
+    here = CONTEXT.of(world.current())
     if here is None:
         raise NotInitializedError("this needs mode ps: allred.init(mode='ps'), or ALLRED_MODE=ps")
     return here
@@ -80,5 +83,5 @@ def leave() -> bool:
         from allred.ps.mpi_transport import send_leave  # imports MPI
 
         send_leave(here.comm, here.servers)
-    world.current().ps = None
+    CONTEXT.set(world.current(), None)
     return not (here.joins if here.servers_return is None else here.servers_return)

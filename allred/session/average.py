@@ -3,7 +3,7 @@
 import contextlib
 import operator
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -13,9 +13,6 @@ from allred.errors import InputError
 from allred.optim.base import check_writable, compute_dtype, describe, is_float_tensor
 from allred.session.hooks import Hook
 from allred.validators import fraction
-
-if TYPE_CHECKING:
-    from allred.session.session import Session
 
 
 class MovingAverage:
@@ -178,11 +175,11 @@ class Averaging(Hook):
         self._average = average
         self._loaded = False
 
-    def begin(self, session: "Session") -> None:
+    def begin(self, session: Any) -> None:
         if not self._loaded:  # the average was created before the parameters were restored or received
             self._average.reset()
 
-    def after_step(self, session: "Session", values: dict[str, float]) -> None:
+    def after_step(self, session: Any, values: dict[str, float]) -> None:
         self._average.update(session.step)
 
     def state_dict(self) -> Any:

@@ -9,7 +9,7 @@ import math
 import subprocess
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from allred import log, nest
 from allred.arrays import as_host_array
@@ -18,9 +18,6 @@ from allred.errors import InputError, NonFiniteError
 from allred.session.progress import Display, PlainDisplay, display
 from allred.session.summary import SummaryWriter
 from allred.validators import integer
-
-if TYPE_CHECKING:
-    from allred.session.session import Session
 
 _WARN_AFTER_STEPS = 20  # without the value that a hook needs
 
@@ -63,17 +60,17 @@ class Hook:
                 self.loss = min(self.loss, values["loss"])
     """
 
-    def begin(self, session: "Session") -> None:
+    def begin(self, session: Any) -> None:
         """Called when training begins, after parameters and optimizer are restored or initialized."""
 
-    def before_step(self, session: "Session") -> None:
+    def before_step(self, session: Any) -> None:
         """Called before each step."""
 
-    def after_step(self, session: "Session", values: dict[str, float]) -> None:
+    def after_step(self, session: Any, values: dict[str, float]) -> None:
         """Called after each step. values: the values logged in it, by name. In a loop inside of `allred.Join` that a
         rank leaves by `break`, the other ranks do not call it for this step: use no collective operations there."""
 
-    def end(self, session: "Session", outcome: Outcome) -> None:
+    def end(self, session: Any, outcome: Outcome) -> None:
         """Called at the end, after the last checkpoint. After a failure in `track`, `begin` has not been called."""
 
 
@@ -85,10 +82,10 @@ class StopAtStep(Hook):
     def __init__(self, last_step: int) -> None:
         self.last_step = integer("StopAtStep: last_step", last_step, 1)
 
-    def begin(self, session: "Session") -> None:
+    def begin(self, session: Any) -> None:
         self.after_step(session, {})
 
-    def after_step(self, session: "Session", values: dict[str, float]) -> None:
+    def after_step(self, session: Any, values: dict[str, float]) -> None:
         if session.step >= self.last_step:
             session.request_stop("max_steps", everywhere=True)
 
@@ -119,7 +116,7 @@ class NanLoss(Hook):
     def __init__(self, name: str = "loss", fail: bool = True) -> None:
         self._value, self._fail = LoggedValue("NanLoss", name), fail
 
-    def after_step(self, session: "Session", values: dict[str, float]) -> None:
+    def after_step(self, session: Any, values: dict[str, float]) -> None:
         value = self._value.of(values)
         if value is None or math.isfinite(value):
             return
@@ -150,10 +147,10 @@ class EarlyStopping(Hook):
         self._sign = 1 if mode == "min" else -1
         self.best, self.since = math.inf, 0  # the best value times the sign; steps since then
 
-    def begin(self, session: "Session") -> None:
+    def begin(self, session: Any) -> None:
         self._stop_if_due(session)
 
-    def after_step(self, session: "Session", values: dict[str, float]) -> None:
+    def after_step(self, session: Any, values: dict[str, float]) -> None:
         found = self._value.of(values)
         if found is None:
             return
@@ -164,7 +161,7 @@ class EarlyStopping(Hook):
             self.since += 1
         self._stop_if_due(session)
 
-    def _stop_if_due(self, session: "Session") -> None:
+    def _stop_if_due(self, session: Any) -> None:
         if self.since >= self._patience:
             session.request_stop(f"no better {self._value.name} for {self.since} steps", everywhere=True)
 
@@ -188,7 +185,7 @@ class GlobalStepWaiter(Hook):
     def __init__(self, step: int, poll_s: float = 0.2, still_s: float = 60.0) -> None:
         self._step, self._poll_s, self._still_s = step, poll_s, still_s
 
-    def begin(self, session: "Session") -> None:
+    def begin(self, session: Any) -> None:
         if session.optimizer.session_support.is_lockstep:
             return
         step = min(self._step, session.max_steps or self._step)  # the other workers end at max_steps
@@ -231,7 +228,7 @@ class Notify(Hook):
             raise InputError(f"Notify(command={command!r}): expected a list of words, such as ['mail', '-s', 'done']")
         self._command, self._url, self._only_failures, self._timeout_s = command, url, only_failures, timeout_s
 
-    def end(self, session: "Session", outcome: Outcome) -> None:
+    def end(self, session: Any, outcome: Outcome) -> None:
         if not session.is_chief or (self._only_failures and not outcome.failed):
             return
         text = json.dumps(dataclasses.asdict(outcome)).encode()
@@ -286,17 +283,17 @@ class Logging(Hook):
         self._schedule, self._stream = _EveryNSteps("Logging: every_steps", every_steps), stream
         self._display: Display | None = None
 
-    def begin(self, session: "Session") -> None:
+    def begin(self, session: Any) -> None:
         self._schedule.begin(session.step)
         if session.is_chief:
             self._display = display(self._stream)
 
-    def after_step(self, session: "Session", values: dict[str, float]) -> None:
+    def after_step(self, session: Any, values: dict[str, float]) -> None:
         due = self._schedule.due(session.step)
         if self._display is not None and (due or not isinstance(self._display, PlainDisplay)):
             self._display.show(session.step, session.max_steps, values, session.rates)
 
-    def end(self, session: "Session", outcome: Outcome) -> None:
+    def end(self, session: Any, outcome: Outcome) -> None:
         if self._display is not None:
             self._display.close()
 
@@ -309,7 +306,7 @@ class StepCounter(Hook):
     def __init__(self, every_steps: int = 100) -> None:
         self._schedule = _EveryNSteps("StepCounter: every_steps", every_steps)
 
-    def after_step(self, session: "Session", values: dict[str, float]) -> None:
+    def after_step(self, session: Any, values: dict[str, float]) -> None:
         s_per_batch, examples = session.rates.s_per_batch, session.rates.examples_per_s
         if s_per_batch and self._schedule.due(session.step):
             rate = "" if examples is None else f", {examples:.1f} examples/sec"
@@ -341,7 +338,7 @@ class Summary(Hook):
         self._histograms = None if histogram_steps is None else _EveryNSteps(title, histogram_steps)
         self._writer: SummaryWriter | None = None
 
-    def begin(self, session: "Session") -> None:
+    def begin(self, session: Any) -> None:
         self._next_at = time.monotonic() + (self._secs or 0.0)
         self._scalars.begin(session.step)
         if self._histograms is not None:
@@ -349,7 +346,7 @@ class Summary(Hook):
         if session.is_chief:
             self._writer = SummaryWriter(self._directory, session.step)
 
-    def after_step(self, session: "Session", values: dict[str, float]) -> None:
+    def after_step(self, session: Any, values: dict[str, float]) -> None:
         if self._writer is None:
             return
         step, now, rates = session.step, time.monotonic(), session.rates
@@ -364,6 +361,6 @@ class Summary(Hook):
                     if leaf is not None:
                         self._writer.histogram(step, f"{title}/{name}", as_host_array(leaf))
 
-    def end(self, session: "Session", outcome: Outcome) -> None:
+    def end(self, session: Any, outcome: Outcome) -> None:
         if self._writer is not None:
             self._writer.close()

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,9 +28,6 @@ from allred.modes.sync import has_state
 from allred.session import state_pickle
 from allred.session.hooks import Hook, LoggedValue, Outcome
 from allred.validators import integer
-
-if TYPE_CHECKING:
-    from allred.session.session import Session
 
 Write = Callable[[str], str]  # writes a checkpoint into the given directory and returns its path
 Capture = Callable[[], Write]  # captures the current state
@@ -201,10 +198,10 @@ class Checkpoint(Hook):
         self._sign = 1 if mode == "min" else -1
         self.best = self._previous_best = math.inf  # times the sign
 
-    def begin(self, session: "Session") -> None:
+    def begin(self, session: Any) -> None:
         self._saver.begin(session.step)
 
-    def after_step(self, session: "Session", values: dict[str, float]) -> None:
+    def after_step(self, session: Any, values: dict[str, float]) -> None:
         if self._value is None:
             due = self._saver.due(session.step)
         else:
@@ -225,7 +222,7 @@ class Checkpoint(Hook):
         """Restore the result of `state_dict`."""
         self.best = state["best"]
 
-    def end(self, session: "Session", outcome: Outcome) -> None:
+    def end(self, session: Any, outcome: Outcome) -> None:
         self._saver.wait()
 
 

@@ -9,11 +9,11 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from allred import native, world
-from allred.cluster import processors, topology
+from allred import native, numbering, world
+from allred.cluster import processors
 from allred.comm.backends.shm import MAX_RANKS
 from allred.comm.communicator import Communicator
-from allred.comm.process_set import ProcessSets
+from allred.comm.process_set import PROCESS_SETS, ProcessSets
 from allred.comm.work import Steps
 from allred.config import Config, explicit_settings, settle
 from allred.errors import AllredError, ConfigError, InputError, RemoteRankError
@@ -133,13 +133,13 @@ class _Ranks:
         communicator.checks_places = self.config.check == "full"
         nodes = [0] * self.size
         here = World(
-            topology=topology.number(nodes, rank),
+            topology=numbering.number(nodes, rank),
             communicator=communicator,
             config=self.config,
             reason="threads of one process",
             cores=max(1, processors.usable_cores([processors.own_cores()]) // self.size),
-            process_sets=_ThreadProcessSets(self, communicator, nodes),
         )
+        PROCESS_SETS.set(here, _ThreadProcessSets(self, communicator, nodes))
         here.queues.add(communicator.queue)
         with self._lock:
             self._worlds[rank] = here
@@ -188,6 +188,7 @@ class _ThreadProcessSets(ProcessSets):
 def _close(here: World) -> None:
     """Release the resources of a rank whose thread has ended."""
     with contextlib.suppress(AllredError):
-        assert here.process_sets is not None
-        here.process_sets.close()
+        sets = PROCESS_SETS.of(here)
+        assert sets is not None
+        sets.close()
         here.communicator.close()

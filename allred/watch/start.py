@@ -15,8 +15,8 @@ from typing import Any
 
 from allred import launcher_variables, log, native, world
 from allred.cluster.launcher import launched_size
-from allred.cluster.topology import Topology
 from allred.config import Config
+from allred.numbering import Numbering
 from allred.runtime import detached
 from allred.runtime.timings import LEAST_MPI_INIT_S
 from allred.watch import runner_link
@@ -54,7 +54,7 @@ def _take_spawned() -> detached.Process | None:
 
 
 def start(
-    communicator: Any, shape: Topology, config: Config, reach: str, expendable: tuple[int, ...], launcher: bool
+    communicator: Any, shape: Numbering, config: Config, reach: str, expendable: tuple[int, ...], launcher: bool
 ) -> None:
     """Start a watcher on every node and connect all ranks of `communicator`. Collective.
 
@@ -100,7 +100,7 @@ def start(
         )
 
 
-def _start_watcher(shape: Topology, config: Config, address: str, expendable: tuple[int, ...], launcher: bool) -> Any:
+def _start_watcher(shape: Numbering, config: Config, address: str, expendable: tuple[int, ...], launcher: bool) -> Any:
     """Start the watcher of this node. Return its name, port, address and token; and a problem, or ""."""
     token = secrets.token_hex(16)
     settings = WatcherSettings(

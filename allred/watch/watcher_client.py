@@ -20,9 +20,9 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from allred import log
 from allred.errors import AllredError, CollectiveTimeout, RemoteRankError
 from allred.runtime import timings
+from allred.runtime.stderr import rank_warning
 from allred.watch import runner_link
 
 _F_SETOWN_EX, _F_OWNER_TID = 15, 0  # of Linux; the module fcntl lacks them
@@ -160,14 +160,14 @@ class WatcherClient:
                 continue
             self.close()
             if self._prints and not self.is_exiting:
-                log.rank_warning(
+                rank_warning(
                     f"the watcher process on {self._host} has ended; training continues, but a rank that stalls is now "
                     "detected by the time limit only, and one that fails ends the others at once"
                 )
 
     def _handle(self, message: dict[str, Any]) -> None:
         if message["kind"] == "print":
-            log.rank_warning(message["text"])
+            rank_warning(message["text"])
         elif message["kind"] == "release":
             self.released = True
         elif message["kind"] == "linger":

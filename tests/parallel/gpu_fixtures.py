@@ -12,6 +12,7 @@ from mpi4py import MPI
 from allred import world
 from allred.comm import device_operation, device_reduce
 from allred.comm.create import add_device, create, select_backend
+from allred.comm.process_set import PROCESS_SETS
 
 
 def connect(transport, native_halves=False):
@@ -71,9 +72,9 @@ def everyone(rank, monkeypatch):
     standin_gpu.install(monkeypatch.setattr)
     monkeypatch.setattr(standin_gpu.Data, "device_id", rank)
     communicator.devices.device.index = rank
-    process_sets = dataclasses.replace(here.process_sets, everyone=communicator, made={})
+    process_sets = dataclasses.replace(PROCESS_SETS.of(here), everyone=communicator, made={})
     monkeypatch.setattr(here, "communicator", communicator)
-    monkeypatch.setattr(here, "process_sets", process_sets)
+    monkeypatch.setitem(here.slots, PROCESS_SETS, process_sets)
     here.queues.add(communicator.queue)
     cuda_stand_in.problems.clear()
     yield communicator

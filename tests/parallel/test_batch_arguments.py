@@ -22,7 +22,7 @@ ROWS = np.arange(200.0)
 def several(size):
     if size == 1:
         pytest.skip("one rank agrees with itself")
-    world.current().iterations = loader.Iterations()
+    loader.ITERATIONS.set(world.current(), loader.Iterations())
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import allred.torch as hvd  # noqa: E402
-from allred import testing, world  # noqa: E402
+from allred import numbering, testing, world  # noqa: E402
 from allred.cluster import topology  # noqa: E402
 from allred.errors import CheckpointError, InputError  # noqa: E402
 from allred.torch.elastic import restartable_job  # noqa: E402
@@ -32,7 +32,7 @@ PROGRAM = pathlib.Path(__file__).with_name("elastic_program.py")
 @pytest.fixture
 def become():
     """A function that makes this process a rank of several."""
-    yield lambda rank, size: world.install(World(topology=topology.number([0] * size, rank)))
+    yield lambda rank, size: world.install(World(topology=numbering.number([0] * size, rank)))
     world.install(None)
     world.install(None)  # also forgets the watcher
 

@@ -5,7 +5,7 @@ import pytest
 import worlds
 
 import allred
-from allred.cluster import topology
+from allred import numbering
 from allred.data import loader
 from allred.errors import InputError, NotInitializedError
 
@@ -163,7 +163,7 @@ def test_bad_input_is_named(columns, options, message):
 
 @pytest.fixture
 def server():
-    with worlds.installed(topology.number([0, 0, 0], rank=0, servers=1)):
+    with worlds.installed(numbering.number([0, 0, 0], rank=0, servers=1)):
         yield
 
 

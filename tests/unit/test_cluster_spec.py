@@ -6,6 +6,7 @@ import pytest
 import worlds
 
 import allred
+from allred import numbering
 from allred.cluster import topology
 from allred.cluster.spec import tf_config
 from allred.errors import ConfigError, InputError
@@ -34,7 +35,7 @@ def test_clients_come_last_in_the_world():
     assert list(cluster.addresses()) == names
     seen = []
     for rank in range(4):
-        here = topology.number([0] * 4, rank, servers=1, clients=1)
+        here = numbering.number([0] * 4, rank, servers=1, clients=1)
         with worlds.installed(here):
             seen.append((topology.role(), here.rank, here.size, here.local_rank, here.local_size, topology.is_chief()))
     assert seen == [
@@ -144,5 +145,5 @@ def test_a_tf_config_that_cannot_be_used(text):
     [(0, ("ps", 0, False)), (1, ("ps", 1, False)), (2, ("worker", 0, True)), (4, ("worker", 2, False))],
 )
 def test_the_role_of_a_rank(rank, expected):
-    with worlds.installed(topology.number([0] * 5, rank, servers=2)):
+    with worlds.installed(numbering.number([0] * 5, rank, servers=2)):
         assert (allred.job_name(), allred.task_index(), allred.is_chief()) == expected

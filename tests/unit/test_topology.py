@@ -3,12 +3,13 @@ import re
 
 import pytest
 
+from allred import numbering
 from allred.cluster import mpi, topology
 from allred.errors import ConfigError, NotInitializedError
 
 
 def columns(nodes, *names):
-    return [tuple(getattr(topology.number(nodes, rank), name) for name in names) for rank in range(len(nodes))]
+    return [tuple(getattr(numbering.number(nodes, rank), name) for name in names) for rank in range(len(nodes))]
 
 
 def test_one_node():

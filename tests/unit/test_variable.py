@@ -7,7 +7,7 @@ import pytest
 import worlds
 
 import allred
-from allred.cluster import topology
+from allred import numbering
 from allred.errors import InputError
 from allred.ps import variable as room
 from allred.ps.variable import describe, places
@@ -99,7 +99,7 @@ def test_what_is_refused(call, words):
     ],
 )
 def test_places_of_this_cluster(rank, place, words):
-    shape = topology.number([0] * 4, rank, servers=1, clients=1)
+    shape = numbering.number([0] * 4, rank, servers=1, clients=1)
     with worlds.installed(shape), allred.device(place):
         if not words:
             allred.variable(0.0, name="w")

@@ -2,15 +2,14 @@
 
 import contextlib
 
-from allred import world
-from allred.cluster import topology
+from allred import numbering, world
 from allred.world import World
 
 
 @contextlib.contextmanager
 def installed(shape=None, **fields):
     """Install a World with this topology, by default of one rank, and other fields of it."""
-    world.install(World(topology=shape or topology.number([0], 0), **fields))
+    world.install(World(topology=shape or numbering.number([0], 0), **fields))
     try:
         yield world.current()
     finally:

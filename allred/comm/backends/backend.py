@@ -12,7 +12,7 @@ import itertools
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -25,8 +25,7 @@ from allred.gpu.streams import Completion, Device, StreamLease
 from allred.timeline.recorder import Track
 
 if TYPE_CHECKING:
-    from allred.comm.backends.shm import ShmBackend
-    from allred.native._kernels import Segment
+    from allred.native._kernels import Operation, Segment
 
 _LARGE_BYTES = 2**16  # of an array that is sent beside the pickle of an object
 
@@ -41,6 +40,24 @@ class Traffic:
     in_place: int = 0
 
 
+class WithHeader(Protocol):
+    """The primitives of a backend that can begin with the exchange of headers. record: the header of this rank."""
+
+    @property
+    def number(self) -> int:
+        """The number of the last operation that was begun."""
+
+    def begin_exchange(self, record: bytes) -> "Operation": ...
+    def begin_allreduce(
+        self, record: bytes | None, sources: list[Array], targets: list[Array], op: ReduceOp, wire: int,
+        checks_finite: bool = False,
+    ) -> "Operation": ...  # fmt: skip
+    def begin_broadcast(self, record: bytes | None, data: Array, root: int) -> "Operation": ...
+    def begin_reducescatter(
+        self, record: bytes | None, flat: Array, out: Array, counts: list[int], op: ReduceOp
+    ) -> "Operation": ...
+
+
 class Backend(ABC):
     """Moves arrays between `size` ranks; this process is number `rank`."""
 
@@ -51,7 +68,7 @@ class Backend(ABC):
     engine: "Segment | None" = None  # what runs several started operations at once; None: the caller runs one at a time
     fast_path: "Segment | None" = None  # a blocking allreduce of contiguous arrays, with checks, in one call into C
     comm: Any = None  # the mpi4py communicator of these ranks, which the backend owns; None without MPI
-    with_header: "ShmBackend | None" = None  # exchanges headers and moves bytes as one operation, which needs no Python
+    with_header: "WithHeader | None" = None  # exchanges headers and moves bytes as one operation, which needs no Python
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank

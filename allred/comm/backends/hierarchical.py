@@ -16,13 +16,13 @@ from mpi4py import MPI
 
 from allred import arrays
 from allred.arrays import Array
-from allred.cluster.topology import number
 from allred.comm.backends import hosts, peer_arenas
 from allred.comm.backends.backend import Backend, SingleBackend
 from allred.comm.backends.mpi import CHUNK_BYTES, MpiBackend
 from allred.comm.backends.shm import ShmBackend, segment_memory
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Steps
+from allred.numbering import number
 
 
 class HierarchicalBackend(MpiBackend):

@@ -16,6 +16,7 @@ from typing import Any
 from allred import log, native, world
 from allred.comm.communicator import Communicator
 from allred.comm.header import mix
+from allred.data import loader
 from allred.errors import DriftError, InputError, NonFiniteError
 from allred.fusion import Plan
 from allred.gpu.device_arrays import leading_bytes
@@ -60,7 +61,7 @@ class MistakeChecks:
         every = here.config.check_steps if communicator.size > 1 else 0
         self.compares = bool(every) and self._optimizer is not None
         due = every and (step <= _FIRST or step % every == 0 or (self._updates and self._updates.outside()))
-        return CHECK * bool(due) | BATCHES * (here.iterations is not None and self._batches.new(communicator, step))
+        return CHECK * bool(due) | BATCHES * (loader.ITERATIONS in here.slots and self._batches.new(communicator, step))
 
     @property
     def can_defer_scan(self) -> bool:

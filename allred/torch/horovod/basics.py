@@ -7,6 +7,7 @@ from typing import Any
 
 from allred import log, startup, world
 from allred.cluster import mpi, topology
+from allred.comm.process_set import PROCESS_SETS
 from allred.errors import InputError
 from allred.torch.horovod import rank_timeline, variables
 from allred.torch.horovod.process_sets import ProcessSet, check_initialized, register
@@ -138,7 +139,7 @@ def is_homogeneous() -> bool:
     Example: `hvd.is_homogeneous()`.
     """
     _number(topology.rank)
-    sets = world.current().process_sets
+    sets = PROCESS_SETS.of(world.current())
     nodes: Sequence[int] = [] if sets is None else sets.nodes
     return len(set(collections.Counter(nodes).values())) <= 1
 
