@@ -110,8 +110,8 @@ def imports_of(tree: ast.Module, types: bool):
 
 @functools.cache
 def graph(types: bool = False) -> dict[str, set[str]]:
-    """The modules of allred that each module imports, with `types` also for type checkers only. `from allred.comm import
-    work` imports allred.comm.work."""
+    """The modules of allred that each module imports, with `types` also for type checkers only. `from allred.comm
+    import work` imports allred.comm.work."""
     found: dict[str, set[str]] = {}
     for module, tree in modules().items():
         full = [
