@@ -255,7 +255,7 @@ class Communicator(Group):
             self.nonfinite, self.samples = operation.nonfinite, operation.samples
             return operation.headers_agree
 
-        return self.queue.start("step", steps()).wait()
+        return self.queue.start(f"grouped_allreduce{quoted(title)}", steps()).wait()  # as C records it
 
     def _poison_if_pending(self, error: BaseException) -> None:
         """Poison the queue if an exception of this rank alone leaves an allreduce of the fast path pending."""
