@@ -330,7 +330,7 @@ class WorkQueue:
                 peers = pending.waits_for_peers
                 if now - last_progress > _AWAKE_S:
                     long_wait = long_wait or Wait(self.describe(), self.quiet, self.members, earlier=self.earlier)
-                    long_wait.report(now - start, peers)
+                    long_wait.report(now - start, peers or getattr(pending, "needs_all_ranks", False))
                     time.sleep(min(_SLEEP_SHARE * (now - last_progress), _LONGEST_SLEEP_S))
                 else:
                     pending.spin_wait()

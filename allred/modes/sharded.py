@@ -26,7 +26,7 @@ import numpy as np
 
 from allred import log, nest, world
 from allred.arrays import Array
-from allred.comm import functions, node_memory
+from allred.comm import node_memory
 from allred.comm.arguments import memory_conflicts
 from allred.comm.backends import segment
 from allred.comm.communicator import Communicator
@@ -86,6 +86,7 @@ class ShardedUpdate:
 
     def __init__(self, optimizer: Optimizer, title: str) -> None:
         self._optimizer, self._title = optimizer, title
+        self._communicator: Communicator  # of the last step
         self._leaves: list[Any] = []  # the parameters of the last step
         self._layout = _NO_LAYOUT  # of these
         self._staged: dict[str, Array] = {}  # the new parameters in a block, flat
@@ -105,19 +106,19 @@ class ShardedUpdate:
                 self._optimizer.replace_slots(name, {key: slot.copy() for key, slot in slots.items()})
         self._plan = None
 
-    def prepare(self, tensors: Sequence[Tensor], leaves: list[Any]) -> bool:
-        """Prepare `step`. Collective. Returns False, and has changed nothing, if ranks of a node cannot share memory.
-        leaves: the parameters, in the order of `tensors`. Raises MismatchError if they have different layouts on the
-        ranks."""
-        layout = self._layout
+    def prepare(self, communicator: Communicator, tensors: Sequence[Tensor], leaves: list[Any]) -> bool:
+        """Prepare `step` on the ranks of a communicator. Collective. Returns False, and has changed nothing, if ranks
+        of a node cannot share memory. leaves: the parameters, in the order of `tensors`. Raises MismatchError if they
+        have different layouts on the ranks."""
+        self._communicator, layout = communicator, self._layout
         if len(leaves) != len(self._leaves) or not all(map(operator.is_, leaves, self._leaves)):
             layout = _layout(tensors, leaves)
         state = all(self._optimizer.has_slots(name, slots) for name, slots in self._shared_slots.items())
         settings = f"state={'shared' if state and self._shared_slots else 'per rank'}"
         title, note = f"{self._title}: sharded update", mix(layout.hash, self._blocks)
-        everyone = functions.current().check("step", title, settings=settings, note=note).wait()  # and a barrier
+        everyone = communicator.check("step", title, settings=settings, note=note).wait()  # and a barrier
         if len({each.note for each in everyone}) > 1:
-            functions.current().check("step", title, layout.lines).wait()  # raises if these differ
+            communicator.check("step", title, layout.lines).wait()  # raises if these differ
             self._layout, self._blocks = _NO_LAYOUT, 0  # a rank that had joined lacks blocks, so all make new ones
             self.forget_state()
         if layout.hash != self._layout.hash:
@@ -135,7 +136,7 @@ class ShardedUpdate:
 
     def _update(self, pending: PendingUpdates) -> None:
         own_slots = self._share_slots(pending)
-        ranks = functions.current().active.ranks
+        ranks = self._communicator.active.ranks
         plan = self._plan
         if plan is None or not plan.fits(pending, ranks):
             plan = self._plan = self._make_plan(pending, ranks)
@@ -147,14 +148,14 @@ class ShardedUpdate:
         for part in plan.parts:
             if part.staged is not None:
                 part.staged[...] = part.param
-        functions.current().barrier().wait()
+        self._communicator.barrier().wait()
         for param, staged in plan.copies:
             param[...] = staged
 
     def _make_plan(self, pending: PendingUpdates, ranks: Sequence[int]) -> _ShardPlan:
         """Cut the tensors into slices of equal numbers of elements, which begin at multiples of _CUT."""
-        here = _ranks_of_node(functions.current().number, ranks)
-        mine, names = here.index(functions.current().number), pending.names
+        here = _ranks_of_node(self._communicator.number, ranks)
+        mine, names = here.index(self._communicator.number), pending.names
         cut = [
             index
             for index, name in enumerate(names)
@@ -191,7 +192,7 @@ class ShardedUpdate:
         return True
 
     def _allocate(self, nbytes: int, what: str) -> node_memory.NodeMemory | None:
-        communicator = functions.current()
+        communicator = self._communicator
         self._blocks = mix(self._blocks, communicator.operations)
         return _allocate(communicator, nbytes, f"{self._title}: memory for {what}")
 
@@ -275,7 +276,7 @@ def _allocate(communicator: Communicator, nbytes: int, title: str) -> node_memor
     return node_memory.NodeMemory(memory, mine) if memory is not None and all(mapped) else None
 
 
-def share(params: Any, title: str) -> Any:
+def share(communicator: Communicator, params: Any, title: str) -> Any:
     """Copy `params` to memory that all ranks of a node map, and return the nest of the new arrays. Collective.
 
     The new arrays contain the values of the first rank of each node. Arrays that overlap another array of `params`
@@ -287,26 +288,26 @@ def share(params: Any, title: str) -> Any:
     tied = {id(eligible[i]) for pair in memory_conflicts(eligible) for i in pair}  # each rank keeps these
     eligible = [leaf for leaf in eligible if id(leaf) not in tied]
     lines = [f"{name}{', tied' * (id(leaf) in tied)} {getattr(leaf, 'shape', ())}" for name, leaf in named]
-    functions.current().check("parameters", title, lines).wait()  # all ranks allocate the same arrays
+    communicator.check("parameters", title, lines).wait()  # all ranks allocate the same arrays
     nbytes = sum(node_memory.size_in_block(leaf.shape, leaf.dtype) for leaf in eligible)
-    block = _allocate(functions.current(), nbytes, title)
+    block = _allocate(communicator, nbytes, title)
     if block is None:
         return params
     shared = []
     for _, leaf in named:
         target = block.empty(leaf.shape, leaf.dtype) if type(leaf) is np.ndarray and id(leaf) not in tied else leaf
-        if target is not leaf and functions.current().number == block.ranks[0]:
+        if target is not leaf and communicator.number == block.ranks[0]:
             target[...] = leaf
         if target is not leaf:
             variable.move(leaf, target)
         shared.append(target)
-    functions.current().barrier().wait()
+    communicator.barrier().wait()
     return nest.rebuild(params, shared)
 
 
-def new_sharded_update(optimizer: Any, title: str) -> ShardedUpdate | None:
+def new_sharded_update(communicator: Communicator, optimizer: Any, title: str) -> ShardedUpdate | None:
     """Return None, after a message, if each rank must update all parameters."""
-    if functions.current().size == 1:
+    if communicator.size == 1:
         return None
     if not splittable(optimizer):
         kind = optimizer_kind(optimizer)

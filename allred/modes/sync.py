@@ -145,7 +145,7 @@ class SyncMode(Mode):
         self._checks = MistakeChecks(options, self._title, optimizer)
         self._overlap: Overlap | None = None  # after the first opt.reduce() of any rank
         self._timer, self._not_in_place = StepTimer(), NotInPlace(options.compression)
-        self._sharded = new_sharded_update(optimizer, self._title) if options.sharded else None
+        self._sharded = new_sharded_update(functions.current(), optimizer, self._title) if options.sharded else None
         self._replica = Replica(owner) if options.process_set is None else None
         self._updates = 0  # for an optimizer that does not count them; includes those before a restore
         self._counts = isinstance(optimizer, Optimizer)
@@ -200,7 +200,7 @@ class SyncMode(Mode):
         return mean
 
     def _apply(self, given: StepInput, mean: list[Any]) -> None:
-        if self._sharded is not None and not self._sharded.prepare(given.tensors, given.leaves):
+        if self._sharded is not None and not self._sharded.prepare(given.communicator, given.tensors, given.leaves):
             log.info(f"{self._title}: sharded=True has no effect: the ranks of a node cannot share memory")
             self._sharded = None
         same = mean is given.values or (len(mean) == len(given.values) and all(map(operator.is_, mean, given.values)))
@@ -287,7 +287,7 @@ class SyncMode(Mode):
         title = f"{self._options.name}.share()"
         if not self._options.sharded:
             raise InputError(f"{title} needs allred.distributed(optimizer, sharded=True)")
-        return params if self._sharded is None else share(params, title)
+        return params if self._sharded is None else share(functions.current(), params, title)
 
     def forget_order(self) -> None:
         """Forget the order of gradients (overlap.py). Called on all ranks, between steps."""

@@ -92,6 +92,7 @@ class Operation:
     samples: int  # of all ranks, in a step_allreduce
     progress_count: int  # steps taken
     waits_for_peers: bool  # whether some ranks have not begun the operation
+    needs_all_ranks: bool  # whether it cannot complete if a rank has ended
     def done(self) -> bool:
         """Take the steps that need no waiting. Returns whether the operation is complete."""
     def spin_wait(self) -> bool:

@@ -43,7 +43,7 @@ class Record:
     waits_in: str = ""
     busy: bool = False  # with work that has no time limit
     earlier: str = ""  # errors of operations before that one, as the end of a line
-    waits_for_peers: bool = False  # whether it waits for ranks that have not begun the operation
+    waits_for_peers: bool = False  # whether the operation cannot complete if another rank has ended
     members: Collection[int] | None = None  # the ranks of the operation; None: all
     since: float = 0.0
     warn_at: float = 0.0

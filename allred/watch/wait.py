@@ -43,7 +43,8 @@ class Wait:
         self._members = None if members is None else list(members)
 
     def report(self, waited_s: float, peers: bool) -> None:
-        """Report the wait, which has lasted `waited_s`. peers: it waits for other ranks to begin it, not for bytes."""
+        """Report the wait, which has lasted `waited_s`. peers: it cannot complete if one of them has
+        ended."""
         watcher = world.watcher()
         if watcher is None:
             return

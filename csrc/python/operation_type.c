@@ -122,6 +122,12 @@ static PyObject *get_waits_for_peers(Operation *self, void *unused) {
   return PyBool_FromLong(progress_of(self) < 2 && !allred_queue_settled(&self->operation));
 }
 
+/* Also after all have arrived: a rank that was interrupted takes no further step. Across hosts a rank may have ended with
+ * its last step, while others still receive what it has sent. */
+static PyObject *get_needs_all_ranks(Operation *self, void *unused) {
+  return PyBool_FromLong(!self->segment->segment.across && !allred_queue_settled(&self->operation));
+}
+
 static PyObject *get_nonfinite(Operation *self, void *unused) {
   return PyLong_FromLong((long)self->operation.nonfinite - 1);
 }
@@ -168,6 +174,7 @@ static PyGetSetDef attributes[] = {
     ATTRIBUTE("nonfinite", get_nonfinite, "position of the first array that was not finite, or -1"),
     ATTRIBUTE("samples", get_samples, "samples of all ranks in a step"),
     ATTRIBUTE("waits_for_peers", get_waits_for_peers, "whether some ranks have not begun the operation"),
+    ATTRIBUTE("needs_all_ranks", get_needs_all_ranks, "whether it cannot complete if a rank has ended"),
     {NULL, NULL, NULL, NULL, NULL}};
 
 static PyType_Slot slots[] = {{Py_tp_doc, "A pending operation, made by Segment."},

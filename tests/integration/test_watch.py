@@ -372,6 +372,35 @@ def test_a_swallowed_error_is_named_by_the_last_one():
     )
 
 
+INTERRUPTED = """
+import contextlib, signal, time
+import numpy as np
+import allred
+
+def raise_it(*_):
+    raise KeyError("in the step")
+
+allred.init(banner=False)
+rank, params = allred.rank(), [np.ones(100, np.float32)]
+opt = allred.distributed(allred.optim.SGD(lr=0.1))
+signal.signal(signal.SIGALRM, raise_it)
+with contextlib.suppress(KeyError):
+    for step in range(9):
+        if step == 6:  # like the steps before it: one operation, in which the samples need a second round
+            signal.alarm(1 if rank == 0 else 0)
+            time.sleep(2 * rank)
+        opt.step(params, [np.ones(100, np.float32)], samples=1 + rank)
+"""
+
+
+def test_a_rank_that_was_interrupted_in_a_step_and_ends():
+    result = mpirun(2, "-c", INTERRUPTED, timeout_s=40)
+    assert result.code == 1, result.text
+    assert re.search(
+        r"rank 0 on \S+ has ended, and will never call opt\.step\(\) #\d+, in which rank 1 waits", result.err
+    )
+
+
 @pytest.mark.parametrize("mpi", MPIS)
 def test_a_rank_that_ends_well_while_others_finish_what_it_has_done(mpi):
     """Rank 2 is slow to pass on to rank 3 what ranks 0 and 1 have already."""

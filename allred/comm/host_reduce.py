@@ -1,0 +1,281 @@
+"""The allreduces of a communicator: arrays on the host, which take the fast path in C where they can, and a step.
+
+The fast path is one call into C, which checks plain arrays, makes the header and usually reduces (`Backend.fast_path`).
+Everything else takes the general path: the arguments are checked here, and the backend has the primitives.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from allred import arrays
+from allred.arrays import Array
+from allred.comm import node_memory
+from allred.comm.arguments import (
+    as_list,
+    each_of,
+    empty_like,
+    memory_conflicts,
+    refuse_shared_memory,
+    source_and_target,
+    wire_code,
+)
+from allred.comm.backends.backend import Backend, WithHeader
+from allred.comm.device_collectives import DeviceCollectives
+from allred.comm.group import Group
+from allred.comm.header import OpDescriptor, quoted
+from allred.comm.node_memory import any_shared, is_shared
+from allred.comm.ops import Compression, ReduceOp
+from allred.comm.reduction import Reduction
+from allred.comm.work import Steps, Work
+from allred.errors import AllredError
+from allred.gpu.device_arrays import is_device
+
+if TYPE_CHECKING:
+    from allred.native._kernels import Operation as CheckedOperation
+
+_NONE = Compression.none
+
+
+class HostReductions(Group):
+    """The allreduces of the ranks of `backend`. gpu: reduces arrays on GPUs.
+
+    Results of the last reduction with checks_finite: nonfinite, the position of the first result that is not finite, or
+    -1; samples, of all ranks, after `step_allreduce`.
+    """
+
+    def __init__(self, backend: Backend, timeout_s: float) -> None:
+        super().__init__(backend, timeout_s)
+        self.gpu: DeviceCollectives | None = None
+        self.fast_path = backend.fast_path
+        self.nonfinite, self.samples = -1, 0
+
+    def allreduce(
+        self,
+        value: Any,
+        op: ReduceOp = ReduceOp.AVERAGE,
+        name: str = "",
+        compression: Compression = _NONE,
+        in_place: bool = False,
+    ) -> Work[Array]:
+        """Reduce `value` (an array or a number) over all ranks. The result is a new array of the same shape and dtype;
+        with `in_place` it is `value`, a writable array."""
+        if self.gpu is not None and is_device(value):
+            return self.gpu.allreduce(value, op, name, compression, in_place)
+
+        if self._takes_fast_path(value, in_place) and type(name) is str and self.queue.track is None:
+            return self.queue.start(
+                f"allreduce{quoted(name) if name else ''}", self._fast_allreduce(value, in_place, op, name, compression)
+            )
+        return self.start("allreduce", name, self._general_allreduce(value, in_place, op, name, compression))
+
+    def _takes_fast_path(self, value: Any, in_place: bool) -> bool:
+        """Whether C may check the array. It looks at more than this does."""
+        usable = type(value) is np.ndarray and not (in_place and node_memory.ranges and is_shared(value))
+        return usable and self.fast_path is not None and not self.checks_places
+
+    def _general_allreduce(self, value: Any, in_place: bool, *reduction: Any) -> Steps[Array]:
+        """reduction: the other fields of `Reduction`."""
+        source, target = source_and_target(value, in_place)
+        yield from self._reduce(Reduction("allreduce", [source], [target], *reduction))
+        return target
+
+    def _fast_allreduce(self, value: Array, in_place: bool, *reduction: Any) -> Steps[Array]:
+        """As `_general_allreduce`; C checks the array, where it can, and makes the header."""
+        op, name, compression = reduction
+        fast, work, target = self.fast_path, self.queue.advancing, value if in_place else empty_like(value)
+        assert fast is not None
+        assert work is not None
+        wire = 0 if compression is _NONE else wire_code(compression)
+        begun = None if target is None else fast.start_allreduce(value, target, op, name, wire)
+        if begun is None or target is None:
+            return (yield from self.announcing("allreduce", name, self._general_allreduce(value, in_place, *reduction)))
+        given = Reduction("allreduce", [value], [target], *reduction)
+        work.described = given.descriptor, lambda: fast.number
+        yield begun
+        if begun.headers_agree:
+            self._active, work.ranks = None, self.size
+        else:
+            yield from self._repeat(given)
+        return target
+
+    def _repeat(self, reduction: Reduction) -> Steps[None]:
+        """Reduce contiguous arrays after headers differ, if the reason is that some ranks have joined."""
+        group, _ = yield from self._resolve(reduction.descriptor())
+        assert self.queue.advancing is not None
+        self.queue.advancing.ranks = group.size
+        yield from reduction.move(group, [arrays.flat(target) for target in reduction.targets])
+
+    def allreduce_blocking(
+        self, value: Any, in_place: bool, op: ReduceOp, name: str, compression: Compression = _NONE
+    ) -> Array:
+        """Start `allreduce` and wait for the result; takes the fast path of the backend if possible."""
+        if self._takes_fast_path(value, in_place) and self.queue.idle:
+            assert self.fast_path is not None
+            target = value if in_place else empty_like(value)
+            if target is not None:
+                try:
+                    if compression is _NONE:
+                        begun = self.fast_path.allreduce(value, target, op, name)
+                    else:
+                        begun = self.fast_path.allreduce(value, target, op, name, wire_code(compression))
+                    if begun is True:
+                        return target
+                    if begun is not None:
+                        self._complete(begun, Reduction("allreduce", [value], [target], op, name, compression))
+                        return target
+                except BaseException as error:
+                    self._poison_if_pending(error)
+                    raise
+        if self.queue.track is not None:
+            self.queue.track.call("allreduce")
+        return self.allreduce(value, op, name, compression, in_place).wait()
+
+    def grouped_allreduce(
+        self,
+        group: Sequence[Any],
+        op: ReduceOp = ReduceOp.AVERAGE,
+        name: str = "",
+        compression: Compression = _NONE,
+        in_place: bool = False,
+        checks_finite: bool = False,
+        weight: float | None = None,
+    ) -> Work[list[Array]]:
+        """Reduce a list of arrays as one operation. checks_finite, weight: see `grouped_allreduce_blocking`."""
+        if self.gpu is not None and any(map(is_device, group)):
+            return self.gpu.grouped_allreduce(group, op, name, compression, in_place)
+
+        steps = self._grouped_allreduce(group, in_place, op, name, compression, checks_finite, weight)
+        return self.start("grouped_allreduce", name, steps)
+
+    def checked_allreduce_(self, group: Sequence[Any], op: ReduceOp, name: str, compression: Compression) -> Work[int]:
+        """As `grouped_allreduce` in place with `checks_finite`. The result is the value for `nonfinite`."""
+
+        def steps() -> Steps[int]:
+            yield from self._grouped_allreduce(group, True, op, name, compression, True)
+            return self.nonfinite
+
+        return self.start("grouped_allreduce", name, steps())
+
+    def _grouped_allreduce(self, group: Sequence[Any], in_place: bool, *reduction: Any) -> Steps[list[Array]]:
+        """reduction: the other fields of `Reduction`."""
+        pairs = each_of(as_list(group), lambda value: source_and_target(value, in_place))
+        sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
+        if in_place:
+            refuse_shared_memory(memory_conflicts(targets))
+        yield from self._reduce(Reduction("grouped_allreduce", sources, targets, *reduction))
+        return targets
+
+    def grouped_allreduce_blocking(
+        self,
+        group: Sequence[Any],
+        in_place: bool,
+        op: ReduceOp,
+        name: str,
+        compression: Compression = _NONE,
+        checks_finite: bool = False,
+        weight: float | None = None,
+    ) -> list[Array]:
+        """Start `grouped_allreduce` and wait for the results; see `allreduce_blocking`.
+
+        checks_finite: set `nonfinite`, the same on all ranks; blocks of a result that are not finite are not written.
+        Only if the backend `checks_finite` and no rank has joined.
+        weight: of this rank, whose arrays are multiplied by it before they are reduced; None on all ranks: no weights.
+        Only if the backend `weighs`, for Sum and Average; of arrays that are not float32 or float64, 0 and 1 only.
+        """
+        usable = self.queue.idle and not self.checks_places and not (in_place and any_shared(group))
+        if self.fast_path is not None and type(group) is list and usable:
+            targets: list[Any] = (
+                group if in_place else [empty_like(value) for value in group if type(value) is np.ndarray]
+            )
+            if len(targets) == len(group):
+                try:
+                    wire = wire_code(compression)
+                    begun = self.fast_path.grouped_allreduce(group, targets, op, name, wire, checks_finite, weight)
+                    if begun is True:
+                        self.nonfinite = self.fast_path.nonfinite
+                        return targets
+                    if begun is not None:
+                        reduction = Reduction(
+                            "grouped_allreduce", group, targets, op, name, compression, checks_finite, weight
+                        )
+                        self._complete(begun, reduction)
+                        return targets
+                except BaseException as error:
+                    self._poison_if_pending(error)
+                    raise
+        if self.queue.track is not None:
+            self.queue.track.call("grouped_allreduce")
+        return self.grouped_allreduce(group, op, name, compression, in_place, checks_finite, weight).wait()
+
+    def step_allreduce(
+        self, values: list[Array], op: ReduceOp, title: str, wire: int, checks_finite: bool, agreed: int, window: int,
+        samples: int,
+    ) -> bool:  # fmt: skip
+        """Reduce the gradients of a step in place, if all ranks are in this step with equal `agreed` and `window`, 0 to
+        2**64 - 1. Collective with `check("step")` on other ranks. Returns False if not; then nothing has changed, and
+        the ranks call `check("step")`.
+
+        wire, checks_finite: see `grouped_allreduce_blocking`; as the dtypes, part of `agreed`. samples: of this rank;
+        an average is weighted by them if the ranks differ. Sets `nonfinite` and `samples`.
+        """
+        fast = self.fast_path
+        if fast is None or not self.queue.idle or self.checks_places or self._active is not None:
+            return False
+        start = time.perf_counter()
+        try:
+            begun = fast.step_allreduce(values, op, title, wire, checks_finite, agreed, window, samples)
+            if begun is not True:
+                return begun is not None and self._complete_step(begun, title)
+        except BaseException as error:
+            self._poison_if_pending(error)
+            raise
+        self.nonfinite, self.samples = fast.nonfinite, fast.samples
+        self.queue.waited_for_peers_s += fast.waited_ns * 1e-9
+        self.queue.waited_s += time.perf_counter() - start
+        return True
+
+    def _complete_step(self, operation: "CheckedOperation", title: str) -> bool:
+        """Wait for a step that the fast path began. Return whether the ranks agreed."""
+
+        def steps() -> Steps[bool]:
+            yield from self.finish(operation, lambda: OpDescriptor("step_allreduce", title=title))
+            self.nonfinite, self.samples = operation.nonfinite, operation.samples
+            return operation.headers_agree
+
+        return self.queue.start(f"grouped_allreduce{quoted(title)}", steps()).wait()  # as C records it
+
+    def _poison_if_pending(self, error: BaseException) -> None:
+        """Poison the queue if an exception of this rank alone leaves an allreduce of the fast path pending."""
+        if not isinstance(error, AllredError) and self.fast_path is not None and self.fast_path.pending:
+            self.queue.poison(f"an allreduce was cut short by {type(error).__name__}")
+
+    def _complete(self, operation: "CheckedOperation", reduction: Reduction) -> None:
+        """Wait for an allreduce of contiguous arrays that the fast path began; repeat it if some ranks have joined."""
+
+        def steps() -> Steps[None]:
+            group = yield from self.finish(operation, reduction.descriptor)
+            self.nonfinite = operation.nonfinite
+            if group is not self:
+                yield from reduction.move(group, [arrays.flat(target) for target in reduction.targets])
+
+        self.queue.start(f"{reduction.kind}{quoted(reduction.name)}", steps()).wait()
+
+    def _reduce(self, reduction: Reduction) -> Steps[None]:
+        descriptor, (_, sources, targets, op, _, compression, checks_finite, _) = reduction.descriptor(), reduction
+        flats = [arrays.flat(target) for target in targets]
+        every = list(zip(sources, targets, flats, strict=True))
+        begun: list[CheckedOperation] = []
+
+        def begin(backend: WithHeader, record: bytes) -> "CheckedOperation":
+            given = [flat if source is target else arrays.flat(source) for source, target, flat in every]
+            begun.append(backend.begin_allreduce(record, given, flats, op, compression.value, checks_finite))
+            return begun[0]
+
+        yield from self.agree_and_move(descriptor, begin, lambda group: reduction.move(group, flats), compression.value)
+        if checks_finite:
+            self.nonfinite = begun[0].nonfinite
+        for _, target, flat in every:
+            arrays.copy_back(target, flat)
