@@ -51,7 +51,7 @@ def size_in_block(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
 def ranks_of_node(number: int, ranks: Sequence[int]) -> list[int]:
     """Return the workers in `ranks` that are on the node of worker `number`."""
     sets = world.current().process_sets
-    return [number] if sets is None else [rank for rank in ranks if sets.nodes[rank] == sets.nodes[number]]
+    return [number] if sets is None else [rank for rank in ranks if sets.facts[rank].node == sets.facts[number].node]
 
 
 def allocate(communicator: "Communicator", nbytes: int, title: str) -> NodeMemory | None:

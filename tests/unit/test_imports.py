@@ -46,6 +46,7 @@ COMM = (
     {"arguments"},
     {"node_memory"},
     {"backends"},
+    {"select"},
     {"work", "header", "ops"},
 )
 
