@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from allred.cluster.topology import number
-from allred.comm.backends.backend import Backend, SingleBackend
+from allred.comm.backends.backend import SingleBackend
 from allred.comm.backends.nccl import NcclBackend
 from allred.comm.backends.staged import StagedBackend
 from allred.comm.communicator import Communicator
@@ -44,14 +44,22 @@ def create(comm: Any, facts: list[TransportFacts], config: Config) -> tuple[Comm
     chosen, nodes = plan(facts, config).backend, memory_nodes(facts)
     if chosen in ("single", "mpi"):
         return on_mpi(comm if chosen == "mpi" else None, config.timeout_s), facts
-    if chosen != "tcp":
-        return Communicator(_shared_memory_backend(comm, nodes, memory, arenas), config.timeout_s), facts
-    from allred.comm.backends import tcp  # imports the C extension
+    if chosen == "tcp":
+        from allred.comm.backends import tcp
 
-    backend = tcp.connect(comm, nodes, memory, config.network, config.timeout_s)
-    if isinstance(backend, str):
-        return create(comm, [dataclasses.replace(each, tcp_problem=backend) for each in facts], config)
-    return Communicator(backend, config.timeout_s), facts
+        backend = tcp.connect(comm, nodes, memory, config.network, config.timeout_s)
+        if isinstance(backend, str):
+            return create(comm, [dataclasses.replace(each, tcp_problem=backend) for each in facts], config)
+        return Communicator(backend, config.timeout_s), facts
+    from allred.comm.backends.shm import ShmBackend
+
+    here, own = number(nodes, comm.Get_rank()), comm if chosen == "shm" else None
+    node = SingleBackend() if memory is None else ShmBackend(here.local_rank, here.local_size, memory, own, arenas)
+    if chosen == "shm":
+        return Communicator(node, config.timeout_s), facts
+    from allred.comm.backends.shm_mpi import ShmMpiBackend
+
+    return Communicator(ShmMpiBackend(comm, node, min(Counter(nodes).values())), config.timeout_s), facts
 
 
 def _share_memory(comm: Any, nodes: list[int]) -> tuple[mmap.mmap | None, list[mmap.mmap] | None, list[bool]]:
@@ -66,21 +74,6 @@ def _share_memory(comm: Any, nodes: list[int]) -> tuple[mmap.mmap | None, list[m
     shared = comm.allgather(memory is not None)
     mine.Free()
     return memory, arenas, shared
-
-
-def _shared_memory_backend(
-    comm: Any, nodes: list[int], memory: mmap.mmap | None, arenas: list[mmap.mmap] | None
-) -> Backend:
-    """Return backend shm, or shm_mpi on several nodes. Collective. memory: None if this rank is alone on its node."""
-    from allred.comm.backends.shm import ShmBackend
-
-    here = number(nodes, comm.Get_rank())
-    if memory is not None and here.nodes == 1:
-        return ShmBackend(here.local_rank, here.local_size, memory, comm, arenas)
-    from allred.comm.backends.shm_mpi import ShmMpiBackend
-
-    node = SingleBackend() if memory is None else ShmBackend(here.local_rank, here.local_size, memory, None, arenas)
-    return ShmMpiBackend(comm, node, slices=min(Counter(nodes).values()))
 
 
 def add_devices(communicator: Communicator, facts: list[TransportFacts], config: Config) -> list[TransportFacts]:
