@@ -21,10 +21,11 @@ from allred import arena, log, native, numbering, world
 from allred.cluster import mpi, processors, topology
 from allred.cluster.processors import Cores
 from allred.cluster.spec import CLIENT
-from allred.comm import recording
+from allred.comm import recording, select
 from allred.comm.communicator import Communicator
-from allred.comm.create import NoCollectives, add_devices, create, select_backend, select_devices, select_transport
+from allred.comm.create import NoCollectives, add_devices, create, on_mpi
 from allred.comm.process_set import PROCESS_SETS, ProcessSets
+from allred.comm.select import TransportFacts
 from allred.config import Config, explicit_settings, settle
 from allred.errors import AllredError, ConfigError, InputError
 from allred.gpu import streams
@@ -136,22 +137,19 @@ class _Facts:
 
     settings: dict[str, Any] | str
     host: int  # the lowest rank on the same host
-    has_kernels: bool
     cores: Cores
-    gpus: streams.VisibleGpus
-    fabric: str  # a network device that MPI drives without TCP, or ""
+    transport: TransportFacts
     ignored_host_file: str  # an error, or ""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Decisions:
-    """Settings, nodes, roles and backend of all ranks: the same on all of them."""
+    """Settings, nodes and roles of all ranks: the same on all of them."""
 
     config: Config
     nodes: list[int]  # by rank; the nodes may be pretended
     workers: range  # servers have lower ranks, clients have higher ones
-    backend: str
-    reason: str
+    facts: list[TransportFacts]  # of the workers
 
     @property
     def servers(self) -> int:
@@ -164,17 +162,18 @@ class _Decisions:
 
 def _join_ranks(comm: Any, settings: dict[str, Any] | str, cluster: Cluster, in_cluster: bool) -> None:
     duplicate, library = _duplicate(comm, cluster.lifeline)
-    control = create("single" if duplicate is None else "mpi", duplicate, Config.timeout_s, [])
+    control = on_mpi(duplicate, Config.timeout_s)
     host = 0 if duplicate is None else numbering.node_id(duplicate)
     may_use_gpus = isinstance(settings, dict) and settings.get("backend", "auto") in ("auto", "nccl")
     gpus = streams.visible_gpus() if may_use_gpus else streams.NO_GPUS
     size = 1 if duplicate is None else duplicate.Get_size()
     own_mpirun = library.startswith("Open MPI") and not runner_link.address()  # `allred run` passes the hosts itself
     ignored = mpi.ignored_host_file(size) if own_mpirun else ""
-    mine = _Facts(settings, host, native.available, processors.own_cores(), gpus, topology.fabric(), ignored)
+    transport = TransportFacts(host, duplicate is not None, native.available, topology.fabric(), gpus)
+    mine = _Facts(settings, host, processors.own_cores(), transport, ignored)
     facts: list[_Facts] = control.allgather_object(mine).wait()
     try:
-        plan = _plan(facts, cluster, duplicate is not None)
+        plan = _plan(facts, cluster)
         if isinstance(settings, dict) and "network" in settings:  # may differ between hosts
             plan = dataclasses.replace(plan, config=dataclasses.replace(plan.config, network=settings["network"]))
         recording.start(plan.config.timeline, control, duplicate, plan.workers)
@@ -216,7 +215,7 @@ def _duplicate(comm: Any, lifeline: int) -> tuple[Any, str]:
     return duplicate, library
 
 
-def _plan(facts: list[_Facts], cluster: Cluster, has_mpi: bool) -> _Decisions:
+def _plan(facts: list[_Facts], cluster: Cluster) -> _Decisions:
     """Decide from the facts of all ranks. Raises ConfigError, the same on all ranks."""
     config = settle([each.settings for each in facts])
     if len({each.host for each in facts}) == 1 and facts[0].ignored_host_file:
@@ -229,15 +228,9 @@ def _plan(facts: list[_Facts], cluster: Cluster, has_mpi: bool) -> _Decisions:
     nodes = numbering.pretend(config.pretend_nodes, len(facts)) or [each.host for each in facts]
     stop = len(facts) - cluster.clients
     workers = range(_servers(config, stop), stop)
-    kernels = [facts[rank].has_kernels for rank in workers]
-    if len(set(nodes)) > 1:
-        transport, why = select_transport(config.transport, [each.fabric for each in facts], kernels)
-        config = dataclasses.replace(config, transport=transport)
-    backend, reason = select_backend(config.backend, nodes[workers.start : stop], has_mpi, kernels, config.transport)
-    if len(set(nodes[workers.start : stop])) > 1 and config.backend != "mpi":
-        reason = f"{reason}; {why}"
-    select_devices(config, [facts[rank].gpus for rank in workers], nodes[workers.start : stop])  # raises
-    return _Decisions(config, nodes, workers, backend, reason)
+    of_workers = [dataclasses.replace(facts[rank].transport, node=nodes[rank]) for rank in workers]
+    select.plan(of_workers, config)  # raises
+    return _Decisions(config, nodes, workers, of_workers)
 
 
 def _servers(config: Config, ranks: int) -> int:
@@ -255,52 +248,56 @@ def _servers(config: Config, ranks: int) -> int:
 def _world(plan: _Decisions, facts: list[_Facts], control: Communicator, duplicate: Any, cluster: Cluster) -> World:
     """Create the communicators of this rank, and its World. Collective."""
     config, rank, workers = plan.config, control.rank, plan.workers
-    nodes, reason = plan.nodes[workers.start : workers.stop], plan.reason
-    communicator: Communicator = control
-    backend = plan.backend
-    arena.disable(_why_no_arena(backend, nodes) if rank in workers else "this rank reduces no gradients")
-    if rank not in workers:
-        communicator = NoCollectives(config.timeout_s, is_client=rank >= workers.stop)
-        backend = communicator.name
-    elif backend != control.name or len(workers) < len(plan.nodes):
-        ours = None if backend == "single" else _workers(duplicate, workers)
-        local_size = nodes.count(nodes[rank - workers.start])
-        if backend == "shm" and 1 < local_size == len(nodes):
-            arena.enable(config.arena, local_size)
-        communicator = create(backend, ours, config.timeout_s, nodes, config.network)
+    if rank in workers:
+        communicator, of_workers = _communicator(plan, control, duplicate)
+    else:
+        communicator, of_workers = NoCollectives(config.timeout_s, is_client=rank >= workers.stop), plan.facts
+        arena.disable("this rank reduces no gradients")
     cores, hosts = [each.cores for each in facts], [each.host for each in facts]
     if processors.each_has_a_core(cores, hosts, rank):
         communicator.backend.let_callers_sleep()
-    if communicator.name != backend:
-        reason = "no two ranks could share memory; on one node that takes /proc or a Unix socket between them"
-        arena.disable("no two ranks could share memory")
     if rank in workers and plan.nodes[rank] in plan.nodes[: workers.start]:  # servers read gradients from arenas
         arena.enable(config.arena, plan.nodes.count(plan.nodes[rank]))
     communicator.queue.timeout_s = control.queue.timeout_s = config.timeout_s
     communicator.checks_places = config.check == "full"
     recording.attach(communicator, "all ranks")
     if rank in workers:
-        gpus = add_devices(communicator, config, [facts[each].gpus for each in workers], nodes)
-        reason = f"{reason}; {gpus}" if gpus else reason
-    kernels = [facts[each].has_kernels for each in workers]
+        of_workers = add_devices(communicator, of_workers, config)
+    choice = select.plan(of_workers, config)
+    of_sets = dataclasses.replace(config, transport=choice.between or config.transport)
     here = World(
         topology=numbering.number(plan.nodes, rank, plan.servers, plan.clients),
         communicator=communicator,
         config=config,
-        reason=reason,
+        reason="; ".join(choice.reasons),
         workers_job=cluster.workers_job,
         cores=processors.share(cores, hosts, rank),
     )
-    PROCESS_SETS.set(here, ProcessSets(duplicate, control, plan.servers, communicator, nodes, kernels, config))
+    PROCESS_SETS.set(here, ProcessSets(duplicate, control, plan.servers, communicator, plan.facts, of_sets))
     here.queues.update((control.queue, communicator.queue))
     return here
 
 
-def _why_no_arena(backend: str, nodes: list[int]) -> str:
-    """Return why arrays are not reduced in place, unless the workers have arenas. nodes: of the workers."""
-    if len(nodes) == 1:
+def _communicator(plan: _Decisions, control: Communicator, duplicate: Any) -> tuple[Communicator, list[TransportFacts]]:
+    """Create the communicator of the workers, and their arenas. Collective among them."""
+    choice = select.plan(plan.facts, plan.config)
+    arena.disable(_why_no_arena(choice.backend, len(plan.workers)))
+    if choice.backend == control.name and len(plan.workers) == len(plan.nodes):
+        return control, plan.facts
+    if choice.backend == "shm":
+        arena.enable(plan.config.arena, len(plan.workers))
+    ours = None if choice.backend == "single" else _workers(duplicate, plan.workers)
+    communicator, facts = create(ours, plan.facts, plan.config)
+    if communicator.name != choice.backend:
+        arena.disable("no two ranks could share memory")
+    return communicator, facts
+
+
+def _why_no_arena(backend: str, size: int) -> str:
+    """Return why arrays are not reduced in place, unless the workers have arenas. size: the number of workers."""
+    if size == 1:
         return "one rank has no other to share memory with"
-    return "the ranks are on several nodes" if backend in ("shm", "tcp") else f"backend {backend}"
+    return "backend mpi" if backend == "mpi" else "the ranks are on several nodes"
 
 
 def _workers(comm: Any, workers: range) -> Any:

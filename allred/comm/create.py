@@ -1,6 +1,8 @@
-"""Makes communicators: selects the host backend, with the reason that the banner shows, and adds a device backend if
-every rank has a GPU that can be used."""
+"""Makes communicators: tries what select.py chooses, and tells it what failed."""
 
+import dataclasses
+import mmap
+from collections import Counter
 from typing import Any
 
 from allred.comm.backends.backend import SingleBackend
@@ -9,160 +11,112 @@ from allred.comm.backends.staged import StagedBackend
 from allred.comm.communicator import Communicator
 from allred.comm.device_collectives import DeviceCollectives
 from allred.comm.group import T
+from allred.comm.select import TransportFacts, memory_nodes, plan
 from allred.comm.work import Steps, Work, WorkQueue
 from allred.config import Config
-from allred.errors import ConfigError, InputError
+from allred.errors import InputError
 from allred.gpu import streams
 from allred.gpu.launch_order import LaunchTurn
-from allred.gpu.streams import Device, VisibleGpus
-
-BACKENDS = ("mpi", "shm", "single", "tcp")  # of host arrays
-
-
-def select_backend(
-    wanted: str, nodes: list[int], has_mpi: bool, kernels: list[bool], transport: str = "mpi"
-) -> tuple[str, str]:
-    """Return the name of the backend, and the reason.
-
-    wanted, transport: the settings `backend` and `transport`. nodes, kernels: for every rank, its node and whether it
-    has the C extension.
-
-    Raises ConfigError if the backend in `wanted` cannot be used.
-
-    >>> select_backend("auto", [0, 0, 1], has_mpi=True, kernels=[True] * 3)
-    ('shm', 'ranks share a node')
-    """
-    size = len(nodes)
-    if wanted == "single" and size > 1:
-        raise ConfigError(f"backend 'single' is for one rank, but there are {size}; use auto, shm or mpi")
-    if wanted in ("mpi", "shm") and not has_mpi:
-        raise ConfigError(f"backend '{wanted}' needs an MPI, but none could be loaded; pip install 'allred[mpich]'")
-    if wanted == "shm" and not all(kernels):
-        raise ConfigError(
-            f"backend 'shm' needs the C extension, but rank {kernels.index(False)} does not have it (python -m "
-            "allred.native shows the reason); or use backend mpi"
-        )
-    if transport == "tcp" and wanted != "mpi" and all(kernels) and has_mpi and len(set(nodes)) > 1:
-        return "tcp", "ranks share a node" if len(set(nodes)) < size else "every rank is on a node of its own"
-    if wanted not in ("auto", "nccl"):  # NCCL is added to a host backend, not used instead of it
-        return wanted, "as requested"
-    if size == 1:
-        return "single", "one rank"
-    if len(set(nodes)) == size:
-        return "mpi", "every rank is on a node of its own"
-    if not all(kernels):
-        return "mpi", f"rank {kernels.index(False)} lacks the C extension, which shared memory needs"
-    return "shm", "ranks share a node"
+from allred.gpu.streams import Device
+from allred.numbering import number
 
 
-def select_transport(wanted: str, fabrics: list[str], kernels: list[bool]) -> tuple[str, str]:
-    """Return the transport between several nodes, mpi or tcp, and the reason.
-
-    wanted: the setting `transport`. fabrics, kernels: for every rank, a network device of its host that MPI drives
-    without TCP, or "", and whether it has the C extension.
-
-    Raises ConfigError if the transport in `wanted` cannot be used.
-
-    >>> select_transport("auto", ["", "InfiniBand mlx5_0"], [True, True])
-    ('mpi', 'MPI between nodes: InfiniBand mlx5_0')
-    """
-    if not all(kernels):
-        lacking = f"rank {kernels.index(False)} lacks the C extension"
-        if wanted == "tcp":
-            raise ConfigError(
-                f"ALLRED_TRANSPORT=tcp needs the C extension, but {lacking} (python -m allred.native shows the "
-                "reason); or use ALLRED_TRANSPORT=mpi"
-            )
-        return "mpi", f"MPI between nodes: {lacking}"
-    if wanted != "auto":
-        return wanted, f"{wanted.upper()} between nodes, as requested"
-    if found := next(filter(None, fabrics), ""):
-        return "mpi", f"MPI between nodes: {found}"
-    return "tcp", "TCP between nodes: no InfiniBand, EFA or Slingshot"
-
-
-def select_devices(config: Config, seen: list[VisibleGpus], nodes: list[int]) -> tuple[bool, str]:
-    """Return whether collectives accept arrays on GPUs; if there are GPUs but they do not, also the reason.
-
-    seen, nodes: for every rank, the GPUs that it sees and its node.
-
-    Raises ConfigError if the setting `backend` is nccl but NCCL cannot be used.
-    """
-    if config.backend not in ("auto", "nccl") or (config.backend == "auto" and not any(one.devices for one in seen)):
-        return False, ""
-    problem = streams.binding_error(seen, nodes, config.gpu_oversubscribe)
-    if problem and config.backend == "nccl":
-        raise ConfigError(f"backend 'nccl': {problem}")
-    return not problem, problem and f"GPUs are not used: {problem}"
-
-
-def create(name: str, comm: Any, timeout_s: float, nodes: list[int], network: str = "auto") -> Communicator:
-    """Make a communicator on backend `name`. Collective. comm: an mpi4py communicator, which the backend owns; None
-    without MPI. nodes: the node of every rank. network: the setting of that name."""
-    if name == "single":
+def on_mpi(comm: Any, timeout_s: float) -> Communicator:
+    """Make a communicator on MPI alone. comm: an mpi4py communicator, which the backend owns; None: of one rank."""
+    if comm is None:
         return Communicator(SingleBackend(), timeout_s)
-    if name == "mpi":
-        from allred.comm.backends.mpi import MpiBackend  # imports MPI
+    from allred.comm.backends.mpi import MpiBackend  # imports MPI
 
-        return Communicator(MpiBackend(comm), timeout_s)
-    from allred.comm.backends.hierarchical import connect  # imports MPI, and the C extension
-
-    return Communicator(connect(comm, nodes, name, network, timeout_s), timeout_s)
+    return Communicator(MpiBackend(comm), timeout_s)
 
 
-def add_devices(communicator: Communicator, config: Config, seen: list[VisibleGpus], nodes: list[int]) -> str:
-    """Choose the GPU of each rank, and let the communicator take arrays on GPUs too, if possible. Return what the
-    banner says about it. Collective. Only for the communicator of all workers: a rank has the same GPU in all others.
+def create(comm: Any, facts: list[TransportFacts], config: Config) -> tuple[Communicator, list[TransportFacts]]:
+    """Make the communicator of host arrays that `plan` chooses. Return it, and the facts with those of the attempts.
 
-    seen, nodes: for every rank of the communicator, the GPUs that it sees and its node.
+    Collective and blocking. comm: an mpi4py communicator of these ranks, which the backend owns; None without MPI.
 
-    Raises ConfigError if the setting `backend` is nccl and the GPU of some rank cannot be used.
+    Raises ConfigError, the same on all ranks, if `plan` does.
     """
-    wanted, reason = select_devices(config, seen, nodes)
-    if not wanted:
-        return reason
+    memory, arenas = None, None
+    if plan(facts, config).within == "shm":
+        memory, arenas, shared = _share_memory(comm, [each.node for each in facts])
+        facts = [dataclasses.replace(each, shares_memory=one) for each, one in zip(facts, shared, strict=True)]
+    chosen, nodes = plan(facts, config).backend, memory_nodes(facts)
+    if chosen in ("single", "mpi"):
+        return on_mpi(comm if chosen == "mpi" else None, config.timeout_s), facts
+    if chosen == "tcp":
+        from allred.comm.backends import tcp
+
+        backend = tcp.connect(comm, nodes, memory, config.network, config.timeout_s)
+        if isinstance(backend, str):
+            return create(comm, [dataclasses.replace(each, tcp_problem=backend) for each in facts], config)
+        return Communicator(backend, config.timeout_s), facts
+    from allred.comm.backends.shm import ShmBackend
+
+    here, own = number(nodes, comm.Get_rank()), comm if chosen == "shm" else None
+    node = SingleBackend() if memory is None else ShmBackend(here.local_rank, here.local_size, memory, own, arenas)
+    if chosen == "shm":
+        return Communicator(node, config.timeout_s), facts
+    from allred.comm.backends.shm_mpi import ShmMpiBackend
+
+    return Communicator(ShmMpiBackend(comm, node, min(Counter(nodes).values())), config.timeout_s), facts
+
+
+def _share_memory(comm: Any, nodes: list[int]) -> tuple[mmap.mmap | None, list[mmap.mmap] | None, list[bool]]:
+    """Let the ranks of each node share memory. Return the memory of this node and its arenas, None if it has none, and
+    for each rank whether it shares memory with others. Collective."""
+    from allred.comm.backends import peer_arenas
+    from allred.comm.backends.shm import segment_memory  # imports the C extension
+
+    mine = comm.Split(nodes[comm.Get_rank()], comm.Get_rank())
+    memory = segment_memory(mine) if mine.Get_size() > 1 else None
+    arenas = None if memory is None else peer_arenas.share(mine)
+    shared = comm.allgather(memory is not None)
+    mine.Free()
+    return memory, arenas, shared
+
+
+def add_devices(communicator: Communicator, facts: list[TransportFacts], config: Config) -> list[TransportFacts]:
+    """Choose the GPU of each rank, and let the communicator take arrays on GPUs too, if `plan` does. Return the facts
+    with those of the attempt. Collective. Only for the communicator of all workers: a rank has the same GPU in all
+    others.
+
+    Raises ConfigError, the same on all ranks, if `plan` does.
+    """
+    if not plan(facts, config).device:
+        return facts
     problem = ""
     try:
-        device = Device(streams.bind(seen, nodes, communicator.rank), communicator.rank)
+        gpus, nodes = [each.gpus for each in facts], [each.node for each in facts]
+        device = Device(streams.bind(gpus, nodes, communicator.rank), communicator.rank)
     except Exception as error:  # cupy is for another CUDA version or lacks NCCL; the other ranks have to know
         problem = f"{type(error).__name__}: {error}"
     problems = communicator.allgather_object(problem).wait()
-    if any(problems):
-        rank = next(rank for rank, text in enumerate(problems) if text)
-        problem = f"cupy or its NCCL does not work on rank {rank} ({problems[rank]}); run python -m allred doctor"
-        if config.backend == "nccl":
-            raise ConfigError(f"backend 'nccl': {problem}")
-        return f"GPUs are not used: {problem}"
-    return add_device(communicator, device, is_staged(config, nodes), config.nccl_16bit == "native")
-
-
-def is_staged(config: Config, nodes: list[int]) -> bool:
-    """Return whether arrays on GPUs are copied through the host instead of NCCL. nodes: of the ranks."""
-    return config.nccl_cross == "mpi" and len(set(nodes)) > 1
+    facts = [dataclasses.replace(each, gpu_problem=text) for each, text in zip(facts, problems, strict=True)]
+    if chosen := plan(facts, config).device:
+        add_device(communicator, device, chosen, config.nccl_16bit == "native")
+    return facts
 
 
 def add_device(
     communicator: Communicator,
     device: Device,
-    staged: bool,
+    name: str,
     native_halves: bool = False,
     queue: WorkQueue | None = None,
-) -> str:
-    """Add a device backend. Return what the banner says about it.
+) -> None:
+    """Add a device backend.
 
     Arguments:
-        staged: see `is_staged`. native_halves: see NcclBackend.
+        name: of the backend, nccl or staged. native_halves: see NcclBackend.
         queue: that of the communicator that starts the operations; default: of this one.
     """
     host = communicator.backend
-    if staged:
+    if name == "staged":
         communicator.devices = StagedBackend(host, device)
-        how = "through the host, as requested by ALLRED_NCCL_CROSS"
     else:
         communicator.devices = NcclBackend(host, communicator.ranks, device, queue or communicator.queue, native_halves)
-        how = "by NCCL"
-    communicator.gpu, communicator.name = DeviceCollectives(communicator), "nccl"
-    return f"device arrays {how}, host arrays by {host.name}"
+    communicator.gpu, communicator.name = DeviceCollectives(communicator), name
 
 
 class NoCollectives(Communicator):

@@ -23,7 +23,8 @@ from allred import world
 from allred.cluster import topology
 from allred.comm import recording
 from allred.comm.communicator import Communicator
-from allred.comm.create import add_device, create, is_staged, select_backend
+from allred.comm.create import add_device, create
+from allred.comm.select import TransportFacts, plan
 from allred.comm.work import Polled, Steps, WorkQueue
 from allred.config import Config
 from allred.errors import InputError
@@ -34,17 +35,16 @@ class ProcessSets:
     """The communicators of the process sets of a world, and what they are created from.
 
     comm: the mpi4py communicator of `control`, None without MPI. In it the workers come after `servers` servers.
-    everyone: the communicator of all workers, possibly `control`. nodes, kernels: for each worker its node, and
-    whether it has the C extension. made: the communicators by ranks, shared by equal sets; and by the keys of
-    `_subgroup`.
+    everyone: the communicator of all workers, possibly `control`. facts: of each worker. config: with the transport of
+    all workers, not auto, if they are on several nodes. made: the communicators by ranks, shared by equal sets; and by
+    the keys of `_subgroup`.
     """
 
     comm: Any
     control: Communicator
     servers: int
     everyone: Communicator
-    nodes: list[int]
-    kernels: list[bool]
+    facts: list[TransportFacts]
     config: Config
     made: dict[tuple[Any, ...], Communicator] = dataclasses.field(default_factory=dict)
 
@@ -54,12 +54,11 @@ class ProcessSets:
     def create(self, ranks: tuple[int, ...], title: str, parent: Communicator | None = None) -> Steps[Communicator]:
         """Create a communicator of these ranks. Collective among them. title: describes them. parent: the communicator
         whose operations it runs; None: it has operations of its own."""
-        nodes, kernels = [self.nodes[rank] for rank in ranks], [self.kernels[rank] for rank in ranks]
-        name, _ = select_backend(self.config.backend, nodes, True, kernels, self.config.transport)
         world_ranks = [rank + self.servers for rank in ranks]
         yield from _wait_for_members(self.comm, world_ranks, title)
         comm = self.comm.Create_group(self.comm.Get_group().Incl(world_ranks))
-        communicator = create(name, comm, self.everyone.queue.timeout_s, nodes, self.config.network)
+        config = dataclasses.replace(self.config, timeout_s=self.everyone.queue.timeout_s)
+        communicator, facts = create(comm, [self.facts[rank] for rank in ranks], config)
         communicator.queue.members, communicator.ranks = world_ranks, ranks
         communicator.checks_places = self.everyone.checks_places
         communicator.make_subgroup = functools.partial(self._subgroup, communicator)
@@ -68,7 +67,7 @@ class ProcessSets:
         if (devices := (parent or self.everyone).devices) is not None:
             device = devices.device if parent is not None else devices.device.sibling()
             native, queue = self.config.nccl_16bit == "native", None if parent is None else parent.queue
-            add_device(communicator, device, is_staged(self.config, nodes), native, queue)
+            add_device(communicator, device, plan(facts, config).device, native, queue)
         return communicator
 
     def _subgroup(self, parent: Communicator, ranks: Sequence[int]) -> Steps[Communicator]:
@@ -147,9 +146,9 @@ class ProcessSet:
         """Return the communicator of the members. The first call is collective. Raises InputError on other ranks."""
         self.rank()  # raises
         base = _current()
-        if self.ranks[-1] >= len(base.nodes):
-            raise InputError(f"{self}: there are only {len(base.nodes)} ranks; the last one is {len(base.nodes) - 1}")
-        if len(self.ranks) == len(base.nodes):
+        if self.ranks[-1] >= len(base.facts):
+            raise InputError(f"{self}: there are only {len(base.facts)} ranks; the last one is {len(base.facts) - 1}")
+        if len(self.ranks) == len(base.facts):
             return base.everyone
         if self.ranks not in base.made:
             queue = WorkQueue(base.config.timeout_s, members=[rank + base.servers for rank in self.ranks])
@@ -192,7 +191,7 @@ def _translated(comm: Any) -> list[int]:
         return [0]
     group = comm.Get_group()
     numbers = group.Translate_ranks(None, base.comm.Get_group())
-    if any(not base.servers <= number < base.servers + len(base.nodes) for number in numbers):
+    if any(not base.servers <= number < base.servers + len(base.facts) for number in numbers):
         raise InputError(f"ProcessSet({comm!r}): it has members that are not among allred's workers")
     return [number - base.servers for number in numbers]
 

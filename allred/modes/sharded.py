@@ -257,7 +257,7 @@ def _bound(element: int, count: int) -> int:
 def _ranks_of_node(number: int, ranks: Sequence[int]) -> list[int]:
     """Return the workers in `ranks` that are on the node of worker `number`."""
     sets = PROCESS_SETS.of(world.current())
-    return [number] if sets is None else [rank for rank in ranks if sets.nodes[rank] == sets.nodes[number]]
+    return [number] if sets is None else [rank for rank in ranks if sets.facts[rank].node == sets.facts[number].node]
 
 
 def _allocate(communicator: Communicator, nbytes: int, title: str) -> node_memory.NodeMemory | None:

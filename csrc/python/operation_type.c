@@ -122,8 +122,8 @@ static PyObject *get_waits_for_peers(Operation *self, void *unused) {
   return PyBool_FromLong(progress_of(self) < 2 && !allred_queue_settled(&self->operation));
 }
 
-/* Also after all have arrived: a rank that was interrupted takes no further step. Across hosts a rank may have ended with
- * its last step, while others still receive what it has sent. */
+/* Also after all have arrived: a rank that was interrupted takes no further step. Across hosts a rank may have ended
+ * with its last step, while others still receive what it has sent. */
 static PyObject *get_needs_all_ranks(Operation *self, void *unused) {
   return PyBool_FromLong(!self->segment->segment.across && !allred_queue_settled(&self->operation));
 }

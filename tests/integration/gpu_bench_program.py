@@ -12,17 +12,14 @@ import bench  # adds the baseline nccl
 import raw_nccl
 import standin_gpu
 
-from allred import startup
 from allred.bench import allreduce, verify
-from allred.comm.create import add_device
 
 standin_gpu.install(setattr)
 raw_nccl.adopt = standin_gpu.adopt
 allreduce.empty_on_gpu = lambda shape, dtype: standin_gpu.on_gpu(np.zeros(shape, dtype))
 raw_nccl._ENQUEUE_SAMPLES = 3
 verify.SETS["small"] = lambda: [(256,)] * 10
-startup.select_devices = lambda *_: (True, "")
-startup.add_devices = lambda communicator, *_: add_device(communicator, standin_gpu.Device(), staged=False)
+standin_gpu.attach(standin_gpu.Device)
 for words in json.loads(sys.argv[1]):
     if code := bench.command.main(words):
         sys.exit(code)

@@ -11,11 +11,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "parallel"))
 import standin_gpu
 
 import allred
-from allred import startup
-from allred.comm.create import add_device
 
 standin_gpu.install(setattr)
-startup.add_devices = lambda communicator, *_: add_device(communicator, standin_gpu.Device(), staged=False)
+standin_gpu.attach(standin_gpu.Device)
 
 
 def blocked(*_):

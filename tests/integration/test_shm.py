@@ -357,11 +357,11 @@ def test_pretended_nodes_and_those_that_make_no_sense(mpi, right):
     for sizes, banner in zip(right, banners, strict=True):
         assert f"{ranks} ranks on {len(sizes.split(','))} nodes, chief on " in banner, result.text
         alone = set(sizes.split(",")) == {"1"}
-        reason = "backend mpi (every rank is on a node of its own; " if alone else "backend shm (ranks share a node; "
-        assert reason in banner, result.text
+        reason = "mpi (every rank is on a node of its own; " if alone else "shm_mpi (ranks share a node; "
+        assert f"backend {reason}" in banner, result.text
     alone = sum(set(sizes.split(",")) == {"1"} for sizes in right)
     assert lines.count("right by mpi") == ranks * alone, result.text
-    assert lines.count("right by shm") == ranks * (len(right) - alone), result.text
+    assert lines.count("right by shm_mpi") == ranks * (len(right) - alone), result.text
 
 
 def on_hosts(hosts, *arguments):
@@ -371,16 +371,16 @@ def on_hosts(hosts, *arguments):
 
 def test_ranks_on_two_hosts():
     result = on_hosts("nodea:2,nodeb:1", "-c", program(CHECK + f"time.sleep(0.1 * rank)\n{NUMBERS}"))
-    assert (result.code, result.out.count("right by shm")) == (0, 3), result.text
+    assert (result.code, result.out.count("right by shm_mpi")) == (0, 3), result.text
     lines = result.out.split("\n")
     assert sorted(line for line in lines if line[:1].isdecimal()) == NODES["2,1"], result.text
     assert "3 ranks on 2 nodes" in result.err, result.text
-    assert "backend shm" in result.err, result.text
+    assert "backend shm_mpi (" in result.err, result.text
 
 
 @full
 def test_training_on_two_hosts_gives_the_result_of_one():
     two, one = on_hosts("nodea:2,nodeb:1", DIGITS), mpirun(3, DIGITS)
     assert_good_digits(two)
-    assert "backend shm" in two.err, two.text
+    assert "backend shm_mpi (" in two.err, two.text
     assert two.out.strip().split("\n")[-1] == one.out.strip().split("\n")[-1], two.text

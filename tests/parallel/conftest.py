@@ -21,9 +21,17 @@ from mpi4py import MPI
 
 import allred
 from allred import native
-from allred.comm.create import BACKENDS, create, select_backend
+from allred.comm.create import create
+from allred.comm.select import TransportFacts, plan
+from allred.config import Config
 from allred.errors import ConfigError
 
+BACKENDS = {  # settings that select each
+    "mpi": {"backend": "mpi"},
+    "shm": {"backend": "shm", "transport": "mpi"},
+    "single": {"backend": "single"},
+    "tcp": {"transport": "tcp"},
+}
 NODES = {2: [[0, 1]], 3: [[0, 0, 1]], 4: [[0, 0, 1, 1], [0, 1, 0, 0], [0, 1, 1, 0]]}  # the node of each rank
 os.environ["ALLRED_OVERLAP"] = "always"  # auto depends on the time that a backward pass computes
 GRACE_S = 5  # for the others to report, once this rank has failed
@@ -88,9 +96,9 @@ def size():
 def _worlds():
     """Each backend that can serve this world, on one node, and on pretended nodes where that makes a difference."""
     size = _world.Get_size()
-    for backend in sorted(BACKENDS):
+    for backend, settings in BACKENDS.items():
         try:
-            select_backend(backend, [0] * size, has_mpi=True, kernels=[native.available] * size)
+            plan([TransportFacts(has_kernels=native.available)] * size, Config(**settings))
         except ConfigError:
             continue
         if backend != "tcp":
@@ -106,7 +114,8 @@ def _worlds():
 
 def _open(param):
     backend, nodes = param
-    return create(backend, MPI.COMM_WORLD.Dup(), 30.0, nodes)
+    facts = [TransportFacts(node, has_kernels=native.available) for node in nodes]
+    return create(MPI.COMM_WORLD.Dup(), facts, Config(timeout_s=30.0, **BACKENDS[backend]))[0]
 
 
 def _close(communicator):

@@ -11,16 +11,17 @@ from mpi4py import MPI
 
 from allred import world
 from allred.comm import device_operation, device_reduce
-from allred.comm.create import add_device, create, select_backend
+from allred.comm.create import add_device, create
 from allred.comm.process_set import PROCESS_SETS
+from allred.comm.select import TransportFacts
+from allred.config import Config
+from allred.gpu.streams import VisibleGpus
 
 
 def connect(transport, native_halves=False):
-    size = MPI.COMM_WORLD.Get_size()
-    name, _ = select_backend("auto", [0] * size, True, [True] * size)
-    communicator = create(name, MPI.COMM_WORLD.Dup(), 30.0, [0] * size)
-    device = standin_gpu.Device()
-    add_device(communicator, device, staged=transport == "staged", native_halves=native_halves)
+    facts = [TransportFacts()] * MPI.COMM_WORLD.Get_size()
+    communicator, _ = create(MPI.COMM_WORLD.Dup(), facts, Config(timeout_s=30.0))
+    add_device(communicator, standin_gpu.Device(), transport, native_halves)
     return communicator
 
 
@@ -72,7 +73,12 @@ def everyone(rank, monkeypatch):
     standin_gpu.install(monkeypatch.setattr)
     monkeypatch.setattr(standin_gpu.Data, "device_id", rank)
     communicator.devices.device.index = rank
-    process_sets = dataclasses.replace(PROCESS_SETS.of(here), everyone=communicator, made={})
+    before = PROCESS_SETS.of(here)
+    facts = [dataclasses.replace(each, gpus=VisibleGpus(("GPU-a",), cupy=True)) for each in before.facts]
+    config = dataclasses.replace(here.config, gpu_oversubscribe=True)
+    process_sets = dataclasses.replace(
+        PROCESS_SETS.of(here), everyone=communicator, facts=facts, config=config, made={}
+    )
     monkeypatch.setattr(here, "communicator", communicator)
     monkeypatch.setitem(here.slots, PROCESS_SETS, process_sets)
     here.queues.add(communicator.queue)

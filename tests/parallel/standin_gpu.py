@@ -10,6 +10,7 @@ does not. The real thing is tested by tests/gpu; tests/cuda holds the calls agai
 import copy
 import ctypes
 import itertools
+import os
 import sys
 from unittest import mock
 
@@ -18,7 +19,7 @@ import ml_dtypes
 import numpy as np
 from mpi4py import MPI
 
-from allred.comm import device_operation, device_reduce
+from allred.comm import create, device_operation, device_reduce
 from allred.gpu import device_arrays, kernels, streams
 from allred.modes.detect import finite
 
@@ -104,6 +105,12 @@ def install(put):
     put(device_arrays, "all_on_gpu", lambda values: layouts(values) is not None and len(values) > 0)
     put(device_arrays, "squares_on_gpu", lambda parts: sum(map(squares, parts)))
     put(finite, "exceeds_on_gpu", lambda parts, *a: bool(scan.exceeds([adopt(part).flat() for part in parts], *a)))
+
+
+def attach(make_device):
+    """Before allred.init(): this process sees a GPU that no other sees, which `make_device` returns."""
+    streams.visible_gpus = lambda: streams.VisibleGpus((f"GPU-{os.getpid()}",), cupy=True)
+    create.Device = lambda *_: make_device()
 
 
 def squares(part):

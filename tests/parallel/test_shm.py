@@ -17,6 +17,8 @@ import allred
 from allred import native
 from allred.comm.communicator import Communicator
 from allred.comm.create import create
+from allred.comm.select import TransportFacts
+from allred.config import Config
 from allred.errors import AllredError, MismatchError
 
 if not native.available:
@@ -250,13 +252,13 @@ def test_two_communicators_in_turn_then_one_alone():
 
 def created():
     """As allred.init() has it made; where there is one rank that is no shm, but it comes and goes all the same."""
-    return create("shm", MPI.COMM_WORLD.Dup(), 20.0, [0] * MPI.COMM_WORLD.Get_size())
+    return create(MPI.COMM_WORLD.Dup(), [TransportFacts()] * MPI.COMM_WORLD.Get_size(), Config(backend="shm"))[0]
 
 
 def on_nodes():
     """The same over pretended nodes, the last rank alone on its own."""
-    size = MPI.COMM_WORLD.Get_size()
-    return create("shm", MPI.COMM_WORLD.Dup(), 20.0, [0] * (size - 1) + [1])
+    facts = [TransportFacts()] * (MPI.COMM_WORLD.Get_size() - 1) + [TransportFacts(node=1)]
+    return create(MPI.COMM_WORLD.Dup(), facts, Config(backend="shm", transport="mpi"))[0]
 
 
 # A lost descriptor, mapping or communicator shows after any number of rounds, lost memory after many: 8 kB in each.

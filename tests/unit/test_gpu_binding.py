@@ -5,11 +5,8 @@ import ctypes
 import numpy as np
 import pytest
 
-from allred.comm.create import add_devices, create, select_backend, select_devices
-from allred.config import Config
-from allred.errors import ConfigError
 from allred.gpu import device_arrays, streams
-from allred.gpu.streams import NO_GPUS, GpuBinding, VisibleGpus, bind
+from allred.gpu.streams import GpuBinding, VisibleGpus, bind
 
 TWO = VisibleGpus(("GPU-a", "GPU-b"), cupy=True)
 THREE = VisibleGpus(("GPU-a", "GPU-b", "GPU-c"), cupy=True)
@@ -28,39 +25,6 @@ ONLY_A, ONLY_B = VisibleGpus(("GPU-a",), cupy=True), VisibleGpus(("GPU-b",), cup
 )
 def test_each_rank_is_bound_to_a_gpu_of_its_own(seen, nodes, bindings):
     assert [bind(seen, nodes, rank) for rank in range(len(seen))] == bindings
-
-
-@pytest.mark.parametrize(
-    ("seen", "nodes", "words"),
-    [
-        ([TWO, NO_GPUS], [0, 0], "cupy is not installed on rank 1; pip install cupy"),
-        ([TWO, VisibleGpus((), True)], [0, 1], "rank 1 sees no GPU; check CUDA_VISIBLE_DEVICES"),
-        ([TWO] * 3, [0] * 3, "3 ranks .* share a node with 2 GPUs; start one rank per GPU.*OVERSUBSCRIBE=1"),
-    ],
-)
-def test_binding_errors(seen, nodes, words):
-    """Backend auto continues without GPUs and prints why; backend nccl raises."""
-    wanted, said = select_devices(Config(), seen, nodes)
-    assert not wanted
-    assert said.startswith("GPUs are not used: ")
-    with pytest.raises(ConfigError, match=f"backend 'nccl': {words}"):
-        select_devices(Config(backend="nccl"), seen, nodes)
-
-
-def test_gpus_are_shared_with_gpu_oversubscribe():
-    assert select_devices(Config(gpu_oversubscribe=True), [TWO] * 3, [0] * 3) == (True, "")
-
-
-@pytest.mark.parametrize(("backend", "seen"), [("auto", NO_GPUS), ("auto", VisibleGpus((), True)), ("mpi", TWO)])
-def test_without_gpus_there_is_no_message(backend, seen):
-    assert select_devices(Config(backend=backend), [seen] * 2, [0, 0]) == (False, "")
-
-
-def test_nccl_uses_the_host_backend_of_auto():
-    assert select_backend("nccl", [0, 0], True, [True, True])[0] == "shm"
-    host = create("single", None, 1.0, [0])
-    assert add_devices(host, Config(), [NO_GPUS], [0]) == ""
-    assert host.devices is None
 
 
 @pytest.mark.parametrize(

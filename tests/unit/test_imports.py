@@ -45,6 +45,7 @@ COMM = (
     {"arguments"},
     {"node_memory"},
     {"backends"},
+    {"select"},
     {"work", "header", "ops"},
 )
 

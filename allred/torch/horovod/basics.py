@@ -2,7 +2,7 @@
 
 import collections
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from allred import log, startup, world
@@ -140,7 +140,7 @@ def is_homogeneous() -> bool:
     """
     _number(topology.rank)
     sets = PROCESS_SETS.of(world.current())
-    nodes: Sequence[int] = [] if sets is None else sets.nodes
+    nodes = [] if sets is None else [each.node for each in sets.facts]
     return len(set(collections.Counter(nodes).values())) <= 1
 
 

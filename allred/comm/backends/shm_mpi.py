@@ -1,4 +1,4 @@
-"""Backend shm on several nodes: the ranks of a node reduce in shared memory first; each sum crosses the network once.
+"""Backend shm_mpi, of several nodes: ranks of a node reduce in shared memory first; each sum crosses the network once.
 
 An allreduce of a chunk, where `slices` is the smallest number of ranks of any node:
 
@@ -16,19 +16,16 @@ from mpi4py import MPI
 
 from allred import arrays
 from allred.arrays import Array
-from allred.comm.backends import hosts, peer_arenas
-from allred.comm.backends.backend import Backend, SingleBackend
+from allred.comm.backends.backend import Backend
 from allred.comm.backends.mpi import CHUNK_BYTES, MpiBackend
-from allred.comm.backends.shm import ShmBackend, segment_memory
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Steps
-from allred.numbering import number
 
 
-class HierarchicalBackend(MpiBackend):
+class ShmMpiBackend(MpiBackend):
     """All ranks of `comm`; `node` connects those of this node. The backend owns both."""
 
-    name = "shm"
+    name = "shm_mpi"
 
     def __init__(self, comm: MPI.Intracomm, node: Backend, slices: int) -> None:
         super().__init__(comm)
@@ -65,29 +62,3 @@ class HierarchicalBackend(MpiBackend):
             self._finish(mine, op, mine)
         sizes = [count * whole.itemsize for count in counts]
         yield from self._node.allgather(arrays.as_bytes(mine), arrays.as_bytes(whole), sizes)
-
-
-def connect(comm: MPI.Intracomm, nodes: list[int], name: str, network: str, timeout_s: float) -> Backend:
-    """Make the backend of all ranks of `comm`, which it owns; nodes[r] identifies the node of rank r.
-
-    name: shm; or tcp: nodes are connected by TCP instead of MPI. network, timeout_s: the settings of these names.
-
-    Ranks of a node that cannot share memory count as nodes of their own; if no two ranks can share memory the backend
-    is plain MPI. Collective and blocking.
-    """
-    mine = comm.Split(nodes[comm.Get_rank()], comm.Get_rank())
-    memory = segment_memory(mine) if mine.Get_size() > 1 else None
-    arenas = None if memory is None else peer_arenas.share(mine)
-    alone = comm.allgather(memory is None)
-    mine.Free()
-    nodes = [-1 - rank if alone[rank] else nodes[rank] for rank in range(len(nodes))]
-    world = number(nodes, comm.Get_rank())
-    if world.nodes == world.size and name != "tcp":
-        return MpiBackend(comm)
-    if world.nodes == 1:
-        assert memory is not None
-        return ShmBackend(world.local_rank, world.local_size, memory, comm, arenas)
-    if name == "tcp":
-        return hosts.connect(comm, nodes, memory, network, timeout_s)
-    node = SingleBackend() if memory is None else ShmBackend(world.local_rank, world.local_size, memory, None, arenas)
-    return HierarchicalBackend(comm, node, slices=min(nodes.count(name) for name in set(nodes)))

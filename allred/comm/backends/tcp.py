@@ -1,4 +1,4 @@
-"""Backend of several hosts that are connected by TCP: shared memory within a host, TCP between hosts (csrc/network.h).
+"""Backend tcp, of several hosts: shared memory within a host, TCP connections between hosts (csrc/network.h).
 
 An allreduce of one array or of a group is one operation in C, as on one host. The other collectives are composed of
 those of the host and of an exchange of bytes between hosts; `slices` ranks of each host share the exchange. Each byte
@@ -24,7 +24,7 @@ from allred.comm.backends.segment import share
 from allred.comm.backends.shm import CHUNK_BYTES, ShmBackend
 from allred.comm.ops import ReduceOp, narrow, widen
 from allred.comm.work import Steps
-from allred.errors import AllredError, ConfigError, RemoteRankError
+from allred.errors import AllredError, RemoteRankError
 from allred.native._kernels import network_bytes, segment_bytes
 from allred.wording import named
 
@@ -32,7 +32,7 @@ WINDOW_BYTES = 2**20
 _NARROW_COUNT = 2**20  # elements that are sent as 16-bit floats at a time
 
 
-class HostsBackend(ShmBackend):
+class TcpBackend(ShmBackend):
     """All ranks of `comm`, which the backend owns.
 
     hosts: the ranks of each host, in order. node: the backend of the ranks of this host, which it owns too. memory,
@@ -208,19 +208,18 @@ class HostsBackend(ShmBackend):
         yield from self._node.allgather(data[start:stop].copy(), data, sizes)
 
 
-def connect(comm: Any, nodes: list[int], memory: mmap.mmap | None, network: str, timeout_s: float) -> HostsBackend:
-    """Make the backend of all ranks of `comm`, which it owns. Collective and blocking.
+def connect(comm: Any, nodes: list[int], memory: mmap.mmap | None, network: str, timeout_s: float) -> TcpBackend | str:
+    """Make the backend of all ranks of `comm`, which it owns; or return why some of them cannot connect, and what to do
+    about it: the same text on all ranks. Collective and blocking.
 
     nodes: the node of each rank. memory: for the operations within this node, see `segment_memory`; None if it has one
     rank. network, timeout_s: the settings of these names.
-
-    Raises ConfigError, the same on all ranks, if some of them cannot connect.
     """
     hosts = [[rank for rank, node in enumerate(nodes) if node == name] for name in dict.fromkeys(nodes)]
     groups = [list(ranks) for ranks in zip(*hosts, strict=False)]
     sockets, problem = connections.connect(comm, groups, network, timeout_s)
     if problem:
-        raise ConfigError(f"{problem}; set ALLRED_NETWORK to the interface between the hosts, or ALLRED_TRANSPORT=mpi")
+        return f"{problem}; set ALLRED_NETWORK to the interface between the hosts, or ALLRED_TRANSPORT=mpi"
     here = next(index for index, ranks in enumerate(hosts) if comm.Get_rank() in ranks)
     size, local = len(hosts[here]), hosts[here].index(comm.Get_rank())
     shared = comm.Split(here, comm.Get_rank())
@@ -230,14 +229,14 @@ def connect(comm: Any, nodes: list[int], memory: mmap.mmap | None, network: str,
     )
     shared.Free()
     if not all(comm.allgather(segment is not None and windows is not None)):
-        raise ConfigError("a node has too little shared memory for ALLRED_TRANSPORT=tcp; use ALLRED_TRANSPORT=mpi")
+        return "a node has too little shared memory for ALLRED_TRANSPORT=tcp; use ALLRED_TRANSPORT=mpi"
     assert segment is not None
     assert windows is not None
     node = SingleBackend() if memory is None else ShmBackend(local, size, memory)
     of_rank = {rank: index for index, ranks in enumerate(hosts) for rank in ranks}
     by_host = {of_rank[rank]: one for rank, one in sockets.items()}
     names = comm.allgather(socket.gethostname())
-    return HostsBackend(comm, hosts, node, segment, windows, by_host, [names[ranks[0]] for ranks in hosts])
+    return TcpBackend(comm, hosts, node, segment, windows, by_host, [names[ranks[0]] for ranks in hosts])
 
 
 def window_bytes(hosts: list[list[int]]) -> int:
