@@ -53,7 +53,7 @@ class World:
 
 
 class Slot(Generic[T]):
-    """A value that each world has, and that belongs to the module which makes the slot. first: makes the first value.
+    """Storage in each world for a module above this one, like `threading.local` for worlds. first: makes the first one.
 
     >>> from allred.numbering import number
     >>> counts, here = Slot(list), World(number([0], 0))

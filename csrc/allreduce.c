@@ -2,7 +2,6 @@
 #include <string.h>
 
 #include "allreduce_in_place.h"
-#include "doorbell.h"
 #include "scan.h"
 
 /*
@@ -285,7 +284,7 @@ void allred_begin_ring(allred_operation *op) {
   op->is_inline = op->rounds == 1 && bytes <= ALLRED_INLINE_BYTES && !(narrows && two_phase);
 }
 
-/* The end of a round whose data is not used: pass it again, weighted. */
+/* Round 0 has passed unweighted data, which no rank reads: begin again with the first tensor, weighted. */
 static void repeat_weighted(allred_operation *op) {
   op->transfer = op->ring;
   op->filled = (allred_cursor){0, 0};
@@ -295,9 +294,8 @@ static void repeat_weighted(allred_operation *op) {
 }
 
 void allred_count_samples(allred_operation *op) {
-  static const allred_transfer unused = {.next = repeat_weighted};
+  static const allred_transfer discarded_round = {.next = repeat_weighted};
   int differ = 0;
-  op->agreed_ns = allred_now_ns();
   for (int rank = 0; rank < allred_operation_ranks(op); rank++) {
     const uint64_t samples = allred_operation_header(op, rank)->note;
     op->samples += samples;
@@ -307,7 +305,7 @@ void allred_count_samples(allred_operation *op) {
   op->weighted = 1;
   if (op->transfer->fill != allred_fill_tensors) return; /* round 0 has only headers, or locations */
   op->ring = op->transfer;
-  op->transfer = &unused;
+  op->transfer = &discarded_round;
 }
 
 void allred_begin_allreduce(allred_operation *op, allred_segment *segment, const allred_header *header,

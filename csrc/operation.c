@@ -62,7 +62,10 @@ const allred_header *allred_operation_header(const allred_operation *op, int ran
 static int agree(allred_operation *op) {
   for (int rank = 0; rank < allred_operation_ranks(op); rank++)
     if (!allred_headers_agree(&op->header, allred_operation_header(op, rank))) return 0;
-  if (op->header.kind == ALLRED_KIND_STEP_ALLREDUCE) allred_count_samples(op);
+  if (op->header.kind == ALLRED_KIND_STEP_ALLREDUCE) {
+    op->waited_ns += allred_now_ns();
+    allred_count_samples(op);
+  }
   return 1;
 }
 
@@ -93,9 +96,10 @@ int allred_step(allred_operation *op) {
   case FILL:
     if (op->round == 0) assign_number(op);
     if (transfer->fill) transfer->fill(op, own_chunk(op));
-    if (op->round == 0)
+    if (op->round == 0) {
+      if (op->header.kind == ALLRED_KIND_STEP_ALLREDUCE) op->waited_ns = -allred_now_ns();
       allred_segment_publish_header(op->segment, &op->header);
-    else
+    } else
       allred_segment_publish(op->segment, op->first_tick, 2 * op->round);
     op->phase = WAIT_FILLED;
     break;

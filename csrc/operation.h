@@ -104,7 +104,7 @@ struct allred_operation {
   int variant, op, divisor;
   int weighted;        /* numbers of each rank are multiplied by its weight (allred_weight) */
   uint64_t samples;    /* of all ranks, in the headers of a step; 0 if they are not counted, and in other operations */
-  int64_t agreed_ns;   /* the time at which the headers of a step agreed */
+  int64_t waited_ns;   /* in a step: from the publication of its header until the headers of all ranks agreed */
   int checks_finite;   /* the same on all ranks */
   uint32_t nonfinite;  /* 1 + the smallest index of a tensor whose result was found not to be finite; 0: none */
   size_t tensor_count; /* tensors that pass through the ring; those that are reduced in place lie behind them */

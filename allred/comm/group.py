@@ -211,8 +211,9 @@ class Group:
         return self.queue.advancing.place if self.queue.advancing and self.queue.advancing.place else call_site()
 
     def _resolve(self, descriptor: OpDescriptor) -> "Steps[tuple[Group, list[bytes]]]":
-        """As `agree`, after headers differ: exchange descriptors, and find the ranks that have not joined. A step that
-        some ranks have begun as `step_allreduce` begins again: there without a result, on other ranks here."""
+        """As `agree`, after headers differ: exchange descriptors, and find the ranks that have not joined. If some
+        ranks have sent `step_allreduce` and others `step`, the former return to their caller without a result, which
+        starts `check("step")`; the latter exchange headers again here."""
         assert self.queue.advancing is not None
         started_later, place = tuple(self.queue.started_later(self.queue.advancing, _MAX_LATER)), self._place()
         mine = dataclasses.replace(

@@ -155,8 +155,10 @@ def agree(headers: list[bytes]) -> bool:
 
 
 def repeats_step(calls: list[OpDescriptor]) -> bool:
-    """Return whether all ranks begin a step again, because some have begun it as `step_allreduce` (the other ranks may
-    have joined), and no rank has a problem. What differs is found then."""
+    """Return whether some ranks have begun a step as one operation and others have not, or with other hashes, and no
+    rank reports a problem. Then all run the header exchange of the step, which finds the difference. The steps have one
+    title: `check("step")` with it is waited for at once, so no later operation is begun. Other ranks may have joined.
+    """
     here = [call for call in calls if call.kind != "join"]
     return (
         "step_allreduce" in {call.kind for call in here} <= {"step_allreduce", "step"}

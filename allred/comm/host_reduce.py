@@ -42,8 +42,8 @@ _NONE = Compression.none
 class HostReductions(Group):
     """The allreduces of the ranks of `backend`. gpu: reduces arrays on GPUs.
 
-    Results of the last reduction with checks_finite: nonfinite, the position of the first result that is not finite, or
-    -1; samples, of all ranks, after `step_allreduce`.
+    nonfinite: after a reduction with checks_finite, the position of the first result that is not finite, or -1.
+    samples: after `step_allreduce`, of all ranks.
     """
 
     def __init__(self, backend: Backend, timeout_s: float) -> None:
@@ -221,20 +221,21 @@ class HostReductions(Group):
         wire, checks_finite: see `grouped_allreduce_blocking`; as the dtypes, part of `agreed`. samples: of this rank;
         an average is weighted by them if the ranks differ. Sets `nonfinite` and `samples`.
         """
-        fast = self.fast_path
-        if fast is None or not self.queue.idle or self.checks_places or self._active is not None:
+        fast, queue, start = self.fast_path, self.queue, time.perf_counter()
+        if fast is None or not queue.idle or self.checks_places or self._active is not None:
             return False
-        start = time.perf_counter()
+        waited_s, peers_s = queue.waited_s, queue.waited_for_peers_s
         try:
             begun = fast.step_allreduce(values, op, title, wire, checks_finite, agreed, window, samples)
-            if begun is not True:
-                return begun is not None and self._complete_step(begun, title)
+            if begun is None or (begun is not True and not self._complete_step(begun, title)):
+                return False
         except BaseException as error:
             self._poison_if_pending(error)
             raise
-        self.nonfinite, self.samples = fast.nonfinite, fast.samples
-        self.queue.waited_for_peers_s += fast.waited_ns * 1e-9
-        self.queue.waited_s += time.perf_counter() - start
+        done = fast if begun is True else begun
+        self.nonfinite, self.samples = done.nonfinite, done.samples
+        queue.waited_for_peers_s = peers_s + done.waited_ns * 1e-9
+        queue.waited_s = waited_s + time.perf_counter() - start  # includes the copies of this rank
         return True
 
     def _complete_step(self, operation: "CheckedOperation", title: str) -> bool:
@@ -242,7 +243,6 @@ class HostReductions(Group):
 
         def steps() -> Steps[bool]:
             yield from self.finish(operation, lambda: OpDescriptor("step_allreduce", title=title))
-            self.nonfinite, self.samples = operation.nonfinite, operation.samples
             return operation.headers_agree
 
         return self.queue.start(f"grouped_allreduce{quoted(title)}", steps()).wait()  # as C records it

@@ -269,8 +269,9 @@ class WorkQueue:
         return work
 
     def begin_again(self) -> None:
-        """Let the running operation begin again, with another header exchange. Only if it was started last."""
+        """Let the running operation exchange headers a second time. Only if it was started last."""
         assert self.advancing is not None
+        assert self._works[-1] is self.advancing
         self.engine.on_complete(self.advancing._first)
         self.advancing._first = None
 

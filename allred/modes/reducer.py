@@ -46,7 +46,8 @@ class Reducer:
         self._title, self._options, self.more_flags = title, options, more_flags
         self._plans: dict[tuple[int, tuple[Tensor, ...]], Plan] = {}
         self._last: tuple[Sequence[Tensor], Plan] | None = None  # the list of tensors of the last plan
-        self.steady: SteadyStep | None = None  # after a step that was plain on all ranks
+        self.steady: SteadyStep | None = None  # after a step that all ranks may repeat
+        self.negotiated: Sequence[Tensor] = ()  # the list of tensors of the last negotiation
 
     # Plan and header exchange.
 
@@ -166,25 +167,23 @@ class Reducer:
 
     # Steps that are like the one before.
 
-    def expect_steady(
-        self,
-        communicator: Communicator,
-        given: StepInput,
-        title: str,
-        settings: str,
-        window_starts: bytes,
-        checks_finite: bool,
-    ) -> None:
-        """Let the next step be a `SteadyStep` if it is like this one. Called on all ranks, after a step that was plain
-        on all of them."""
-        backend, wire = communicator.backend, self._compression.value
-        self.steady = None
-        if backend.fast_path is not None and backend.fuses and backend.begins_with_header("grouped_allreduce", wire):
-            plan, lines = self.plan(given.tensors), self._agreed_settings(settings)
-            self.steady = SteadyStep(
-                communicator, given, plan, title, lines, self._op, wire, checks_finite,
-                _weighs(communicator, plan.dtypes), settings, window_starts,
-            )  # fmt: skip
+    def new_steady(
+        self, communicator: Communicator, given: StepInput, agreement: Agreement, title: str, settings: str,
+        window_starts: bytes, checks_finite: bool,
+    ) -> SteadyStep | None:  # fmt: skip
+        """Return what the next step is compared with; None if it needs a header exchange of its own. The same on all
+        ranks: after an agreement in which all may repeat the step."""
+        backend, wire, plan = communicator.backend, self._compression.value, self.plan(given.tensors)
+        can_weigh = _weighs(communicator, plan.dtypes)
+        is_uneven = self._op is ReduceOp.AVERAGE and len({each.samples for each in agreement.headers}) > 1
+        if backend.fast_path is None or not backend.begins_with_header("grouped_allreduce", wire):
+            return None
+        if not backend.fuses or (is_uneven and not can_weigh):
+            return None
+        return SteadyStep(
+            communicator, given, plan, title, self._agreed_settings(settings), self._op, wire, checks_finite, can_weigh,
+            settings, window_starts,
+        )  # fmt: skip
 
     # Reduction.
 

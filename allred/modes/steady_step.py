@@ -42,8 +42,8 @@ class SteadyStep:
     def reduce(
         self, communicator: Communicator, checks: MistakeChecks, given: StepInput, settings: str, more: MoreFlags | None
     ) -> bool:
-        """Reduce the gradients in place if this step is like the last one on all ranks. Return whether it was; if not,
-        nothing has changed. Collective with the header exchange of other ranks."""
+        """Reduce the gradients in place if this step is like the last one on all ranks. Returns False, with nothing
+        changed, if the step of any rank differs: then all ranks run the header exchange. Collective with it."""
         samples, values, leaves = given.samples, given.values, given.leaves
         if (
             given.tensors is not self._tensors
@@ -59,15 +59,15 @@ class SteadyStep:
         if window is None:
             return False
         agreed = self._agreed[samples is not None]
-        if samples is not None and not self._can_weigh:
+        if samples is not None and self._averages and not self._can_weigh:
             agreed = header.mix(agreed, samples)
         if more is not None:
             flags = more.flags()
-            agreed ^= flags
+            agreed = header.mix(agreed, flags)
         if not communicator.step_allreduce(values, *self._arguments, agreed, window, samples or 0):
             return False
         if more is not None:
-            more.check([flags], ())
+            more.check([flags] * communicator.size, communicator.ranks)
         total = self.samples = communicator.samples
         self.weight = None
         if samples is not None and self._averages and total != samples * communicator.size:

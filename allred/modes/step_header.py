@@ -17,7 +17,7 @@ from allred.comm.header import OwnFields
     BATCHES,  # requests a comparison of the arguments of its batches, which have not been compared yet
     DEFERRED,  # requests a check of the results by the reduction, because it has not scanned its gradients
     PREPARED,  # can reduce without another header exchange: its gradients are on a GPU, and as they should be
-    PLAIN,  # has plain gradients (StepInput), so the next step may be a `SteadyStep`
+    MAY_REPEAT,  # can make the next step as a `SteadyStep`, if it is like this one
     NEEDS_ALL,  # needs all gradients before any is changed (overlap.py)
     MISSING,  # lacks a gradient
     OVERLAPPED,  # has passed gradients to opt.reduce()

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from allred import arena, arrays, checkpoint, log, nest, world
-from allred.comm import functions
+from allred.comm import functions, node_memory
 from allred.comm.communicator import Communicator
 from allred.comm.ops import Compression, ReduceOp
 from allred.comm.replicas import Owner, Replica
@@ -30,7 +30,7 @@ from allred.modes.options import Mode, StepInput, StepOptions
 from allred.modes.overlap import Overlap
 from allred.modes.reducer import Reducer, writable
 from allred.modes.sharded import new_sharded_update, share
-from allred.modes.step_header import DEFERRED, MISSING, OVERLAPPED, PLAIN, PREPARED, Agreement, StepHeader
+from allred.modes.step_header import DEFERRED, MAY_REPEAT, MISSING, OVERLAPPED, PREPARED, Agreement, StepHeader
 from allred.native import arena_attach, arena_pause
 from allred.optim.base import Optimizer, load_new_state
 from allred.ps.variable import checkpoint_names
@@ -69,6 +69,8 @@ def _negotiate_and_reduce(
     overlapped: bool,
 ) -> list[Any] | None:  # fmt: skip
     """Reduce the gradients of a step that differs from the one before."""
+    may_repeat = given.plain and given.tensors is reducer.negotiated and not node_memory.any_shared(given.values)
+    reducer.negotiated = given.tensors
     plan = reducer.plan(given.tensors)
     problem, values = given.problem or reducer.refusal(plan), list(given.values)
     flags = 0 if problem else checks.requests(communicator, given.samples)
@@ -79,7 +81,8 @@ def _negotiate_and_reduce(
     defers = not problem and checks.can_defer_scan and reducer.can_check(communicator, values)
     if not problem:
         flags |= PREPARED * (prepared is not None)
-        flags |= PLAIN * (given.plain and (defers or checks.policy == "ignore"))
+        may_repeat = may_repeat and all(map(operator.is_, values, given.values))
+        flags |= MAY_REPEAT * (may_repeat and (defers or checks.policy == "ignore"))
         flags |= DEFERRED if defers else checks.scan(plan, values, given.plain)
     # Negotiate.
     if not given.plain and any(value is None for value in values):
@@ -92,7 +95,8 @@ def _negotiate_and_reduce(
             StepHeader(given.samples, flags, content_hash=window if prepared is None else prepared.hash), problem,
         ).wait()  # fmt: skip
     agreement = reducer.agreement(communicator, fields)
-    are_plain, checks_finite = agreement.all(PLAIN), _all_have(communicator, DEFERRED, agreement)
+    checks_finite, negotiated = _all_have(communicator, DEFERRED, agreement), agreement
+    reducer.steady = None
     windows = [] if agreement.any(PREPARED) else agreement.hashes
     if not (len(set(agreement.hashes)) == 1 and _all_have(communicator, PREPARED, agreement)):
         prepared = None
@@ -106,10 +110,9 @@ def _negotiate_and_reduce(
     # Check.
     if not checks.passes(agreement, windows, plan, values, given.params):
         return None
-    reducer.steady = None
-    if are_plain and not reducer.overlapped:
+    if negotiated.all(MAY_REPEAT) and not reducer.overlapped:
         starts, checks_all = checks.window_starts(plan), checks.policy != "ignore"
-        reducer.expect_steady(communicator, given, title, settings, starts, checks_all)
+        reducer.steady = reducer.new_steady(communicator, given, negotiated, title, settings, starts, checks_all)
     # Reduce.
     nonfinite = reducer.allreduce_(communicator, plan, values, agreement.weight, checks_finite, prepared)
     return values if checks.passes_reduced(agreement, plan, values, nonfinite) else None
@@ -118,8 +121,8 @@ def _negotiate_and_reduce(
 def _all_have(communicator: Communicator, flag: int, agreement: Agreement) -> bool:
     """Whether all ranks have set DEFERRED, or PREPARED, and count equally, and none lacks a gradient. The same on all
     ranks."""
-    plain = agreement.weight is None and not agreement.any(MISSING)
-    return plain and communicator.active.size == communicator.size and agreement.all(flag)
+    counts_equally = agreement.weight is None and not agreement.any(MISSING)
+    return counts_equally and communicator.active.size == communicator.size and agreement.all(flag)
 
 
 class SyncMode(Mode):

@@ -90,6 +90,7 @@ class Operation:
     headers_agree: bool  # False if the headers of the ranks differ
     nonfinite: int  # with checks_finite: position of the first array whose result is not finite, or -1
     samples: int  # of all ranks, in a step_allreduce
+    waited_ns: int  # for the headers of the other ranks, in a step_allreduce that is complete
     progress_count: int  # steps taken
     waits_for_peers: bool  # whether some ranks have not begun the operation
     needs_all_ranks: bool  # whether it cannot complete if a rank has ended

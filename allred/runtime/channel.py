@@ -278,14 +278,17 @@ class Listener:
     def _receive(self, peer: _UnauthenticatedPeer) -> None:
         try:
             messages = peer.channel.receive()
-            if peer.authenticated and messages:
-                self._forget(peer)
-                peer.channel.connection.settimeout(timings.SEND_S)
-                self._admit(peer.channel, messages)
-            elif messages:
-                self._authenticate(peer, *messages)
+            if messages and not peer.authenticated:
+                return self._authenticate(peer, *messages)
         except Exception:  # closed, or not the protocol: bytes of an unknown program must not end this process
-            self._close(peer)
+            return self._close(peer)
+        if messages:
+            self._forget(peer)
+            peer.channel.connection.settimeout(timings.SEND_S)
+            try:
+                self._admit(peer.channel, messages)
+            except (OSError, ValueError, KeyError, TypeError):  # closed, or another first message than expected
+                peer.channel.close()
 
     def _authenticate(self, peer: _UnauthenticatedPeer, message: Message) -> None:
         nonces = peer.nonce, str(message["nonce"])

@@ -62,7 +62,6 @@ class ClusterMonitor:
         for worker in self._workers.values():
             worker.channel.close()
         self._listener.close()
-        self._loop.close()
 
     # Messages.
 
@@ -194,3 +193,4 @@ class ClusterMonitor:
         self._is_closed = True
         self._loop.wake()
         self._thread.join()
+        self._loop.close()

@@ -136,6 +136,8 @@ static PyObject *get_samples(Operation *self, void *unused) {
   return PyLong_FromUnsignedLongLong(self->operation.samples);
 }
 
+static PyObject *get_waited_ns(Operation *self, void *unused) { return PyLong_FromLongLong(self->operation.waited_ns); }
+
 static PyObject *get_progress_count(Operation *self, void *unused) {
   return PyLong_FromUnsignedLongLong(progress_of(self));
 }
@@ -173,6 +175,7 @@ static PyGetSetDef attributes[] = {
     ATTRIBUTE("progress_count", get_progress_count, "steps taken"),
     ATTRIBUTE("nonfinite", get_nonfinite, "position of the first array that was not finite, or -1"),
     ATTRIBUTE("samples", get_samples, "samples of all ranks in a step"),
+    ATTRIBUTE("waited_ns", get_waited_ns, "for the headers of other ranks in a step"),
     ATTRIBUTE("waits_for_peers", get_waits_for_peers, "whether some ranks have not begun the operation"),
     ATTRIBUTE("needs_all_ranks", get_needs_all_ranks, "whether it cannot complete if a rank has ended"),
     {NULL, NULL, NULL, NULL, NULL}};

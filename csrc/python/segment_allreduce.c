@@ -105,9 +105,7 @@ static PyObject *not_supported(Segment *self, Operation *operation) {
 
 static PyObject *run(Segment *self, Operation *operation, const allred_header *header, Py_ssize_t count,
                      int checks_finite, allred_trace_event event) {
-  const int is_step = header->kind == ALLRED_KIND_STEP_ALLREDUCE;
-  const int64_t start = is_step || self->trace.enabled ? allred_now_ns() : 0;
-  event.start = start;
+  if (self->trace.enabled) event.start = allred_now_ns();
   allred_prepare_allreduce(self, operation, header, count, header->op & ALLRED_OP_BITS);
   operation->operation.checks_finite = checks_finite;
   int status = event.bytes <= KEEP_GIL_BYTES ? allred_run(&operation->operation, 0) : ALLRED_PENDING;
@@ -125,7 +123,7 @@ static PyObject *run(Segment *self, Operation *operation, const allred_header *h
   if (status == ALLRED_DONE) {
     self->nonfinite = operation->operation.nonfinite;
     self->samples = operation->operation.samples;
-    self->waited_ns = operation->operation.agreed_ns - start;
+    self->waited_ns = operation->operation.waited_ns;
     give_back(self, operation);
     Py_RETURN_TRUE;
   }

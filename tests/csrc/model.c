@@ -229,7 +229,7 @@ static int right(const player *me, int status) {
 static int move(player *me) {
   if (me->ended == OPERATIONS) return 0;
   const int met = me->operation.ready_ranks, status = allred_step(&me->operation);
-  me->operation.agreed_ns = 0; /* a time is no part of a state */
+  me->operation.waited_ns = 0; /* a time is no part of a state */
   if (status == ALLRED_PENDING) return me->operation.ready_ranks != met;
   if (status == ALLRED_PROGRESSED) return 1;
   if (!right(me, status)) failure = "wrong result";

@@ -76,8 +76,8 @@ class CompressedReducer(Reducer):
 
     checks_finite_on_gpu = checks_finite
 
-    def expect_steady(self, *arguments: Any) -> None:
-        """A step allreduce would not compress."""
+    def new_steady(self, *arguments: Any) -> None:
+        """Return None: a step allreduce would not compress."""
 
     def start_negotiation(
         self, communicator: Communicator, title: str, lines: Any, settings: str, *arguments: Any
