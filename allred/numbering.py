@@ -1,8 +1,8 @@
 """The numbers of every rank, computed from the node of each rank.
 
 rank, size               the workers (mode sync: all ranks), for data shards and learning rates. On a
-                         parameter server rank is size + its task index, so it is never the chief; on a client, after
-                         those of the servers
+                         parameter server rank is size + its task index, so it is never the chief; clients follow the
+                         servers
 local_rank, local_size   among the workers of this node; on a server, among the servers; on a client, the clients
 cross_rank, cross_size   among those that have this local rank on their nodes
 world_rank, world_size   the MPI world: first the servers, then the workers, then the clients

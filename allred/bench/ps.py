@@ -36,7 +36,7 @@ from allred.ps.server_loop import ServerLoop
 class StepBaseline(Protocol):
     """Another implementation of a step, for one server and one worker, timed in turn with allred's.
 
-    calls: the steps of the worker, by name. handlers: those of the server for control requests of `context`, which
+    calls: the steps of the worker, by name. handlers: of the server, for control requests of `context`, which
     surrounds a turn of the worker. verify: makes each step once; returns {name: problem or ""}.
     """
 

@@ -31,7 +31,7 @@ def on_mpi(comm: Any, timeout_s: float) -> Communicator:
 
 
 def create(comm: Any, facts: list[TransportFacts], config: Config) -> tuple[Communicator, list[TransportFacts]]:
-    """Make the communicator of host arrays that `plan` chooses. Return it, and the facts with those of the attempts.
+    """Make the communicator of host arrays that `plan` chooses. Return it, and the facts, which the attempt completes.
 
     Collective and blocking. comm: an mpi4py communicator of these ranks, which the backend owns; None without MPI.
 
@@ -77,9 +77,9 @@ def _share_memory(comm: Any, nodes: list[int]) -> tuple[mmap.mmap | None, list[m
 
 
 def add_devices(communicator: Communicator, facts: list[TransportFacts], config: Config) -> list[TransportFacts]:
-    """Choose the GPU of each rank, and let the communicator take arrays on GPUs too, if `plan` does. Return the facts
-    with those of the attempt. Collective. Only for the communicator of all workers: a rank has the same GPU in all
-    others.
+    """Choose the GPU of each rank, and let the communicator take arrays on GPUs too, if `plan` does. Return the
+    facts, which the attempt completes. Collective. Only for the communicator of all workers: a rank has the same GPU in
+    all others.
 
     Raises ConfigError, the same on all ranks, if `plan` does.
     """
@@ -109,7 +109,7 @@ def add_device(
 
     Arguments:
         name: of the backend, nccl or staged. native_halves: see NcclBackend.
-        queue: that of the communicator that starts the operations; default: of this one.
+        queue: of the communicator that starts the operations; default: this one.
     """
     host = communicator.backend
     if name == "staged":

@@ -204,7 +204,7 @@ def make_job(options: argparse.Namespace, environ: Mapping[str, str]) -> JobOpti
 
 
 def _program_name(words: Sequence[str]) -> str:
-    """Return a name for the job of a command: that of the Python file, else of the module, else of the program."""
+    """Return a name for the job of a command: the Python file without .py, else the module, else the program."""
     for before, word in itertools.pairwise(["", *words]):
         if word.endswith(".py") or before == "-m":
             return Path(word).stem if before != "-m" else re.sub(r"[^\w.-]", "", word)
