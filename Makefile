@@ -94,7 +94,7 @@ test-spark: $(VENV_mpich)/.spark ## Spark: local, local-cluster and standalone (
 GPU := $(abspath build/gpu)
 # PYTHONSAFEPATH: allred as it is installed, not the folder here. mpi/bin comes first in PATH, because the machine may
 # have another MPI, and therefore contains no Python.
-gpu = PYTHONSAFEPATH=1 PYTHONPATH=$(GPU):$(CURDIR)/examples$${PYTHONPATH:+:$$PYTHONPATH} PATH=$(GPU)/mpi/bin:$$PATH \
+gpu = PYTHONSAFEPATH=1 PYTHONPATH=$(GPU):$(CURDIR)/examples:$(CURDIR)/benchmarks$${PYTHONPATH:+:$$PYTHONPATH} PATH=$(GPU)/mpi/bin:$$PATH \
   MPI4PY_LIBMPI=$$(ls $(GPU)/mpi/lib/libmpi.so.12 2> /dev/null) ALLRED_GPU_OVERSUBSCRIBE=1
 
 gpu-environment:

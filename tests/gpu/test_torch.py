@@ -4,7 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import checkpoint
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import allred
@@ -120,6 +122,53 @@ def test_collectives_of_the_process_group():
 
 
 @pytest.mark.usefixtures("process_group")
+def test_collectives_of_subgroups():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    alone, everyone = [dist.new_group([r]) for r in range(size)][rank], dist.new_group()
+    for group, members in ((alone, [rank]), (everyone, range(size))):
+        for place in (GPU, "cpu"):
+            x = torch.arange(6.0, device=place) + rank
+            dist.all_reduce(x, group=group)
+            assert torch.equal(x.cpu(), torch.arange(6.0) * len(members) + sum(members))
+        dist.destroy_process_group(group)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_coalesced_collectives():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    inputs = [torch.arange(float(n), device=GPU) + rank for n in (6, 3, 1)]
+    outputs = [torch.empty(size * len(x), device=GPU) for x in inputs]
+    with dist._coalescing_manager(device=torch.device(GPU, 0), async_ops=True) as started:
+        for x, output in zip(inputs, outputs, strict=True):
+            dist.all_gather_into_tensor(output, x)
+    started.wait()
+    for n, output in zip((6, 3, 1), outputs, strict=True):
+        assert torch.equal(output.cpu(), torch.cat([torch.arange(float(n)) + r for r in range(size)]))
+    with dist._coalescing_manager(device=torch.device(GPU, 0)):
+        for x in inputs:
+            dist.all_reduce(x)
+    for n, x in zip((6, 3, 1), inputs, strict=True):
+        assert torch.equal(x.cpu(), torch.arange(float(n)) * size + sum(range(size)))
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_group_with_nccl_beside_the_default_group():
+    """For batch_isend_irecv, which torch does not batch in a group written in Python."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if size == 1:
+        return
+    group = dist.new_group(backend="nccl")
+    for n in (6, 1_000_000):
+        mine, received = torch.arange(float(n), device=GPU) + rank, torch.empty(n, device=GPU)
+        send = dist.P2POp(dist.isend, mine, (rank + 1) % size, group)
+        receive = dist.P2POp(dist.irecv, received, (rank - 1) % size, group)
+        for work in dist.batch_isend_irecv([send, receive]):
+            work.wait()
+        assert torch.equal(received.cpu(), torch.arange(float(n)) + (rank - 1) % size)
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.usefixtures("process_group")
 def test_ddp_trains_as_on_the_host():
     results = []
     for place in ("cpu", GPU):
@@ -139,3 +188,13 @@ def test_fsdp_trains_as_on_the_host():
         train(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), place)
         results.append([parameter.full_tensor().detach().cpu() for parameter in model.parameters()])
     assert_close(results[1], results[0])
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_sharded_tensor_is_saved_and_loaded(tmp_path):
+    mesh = dist.device_mesh.init_device_mesh(GPU, (dist.get_world_size(),))
+    saved, loaded = (distribute_tensor(x, mesh, [Shard(0)]) for x in (torch.arange(12.0), torch.zeros(12)))
+    directory = allred.broadcast_object(str(tmp_path))
+    checkpoint.save({"x": saved}, checkpoint_id=directory)
+    checkpoint.load({"x": loaded}, checkpoint_id=directory)
+    assert torch.equal(loaded.full_tensor().cpu(), torch.arange(12.0))
