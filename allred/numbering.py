@@ -10,7 +10,6 @@ leader                   the lowest rank of this node
 """
 
 import dataclasses
-from typing import Any
 
 from allred.errors import ConfigError
 
@@ -77,13 +76,3 @@ def pretend(sizes: str, ranks: int) -> list[int]:
     if words and (sum(numbers) != ranks or not all(numbers)):
         raise ConfigError(f"pretend_nodes={sizes!r} must be numbers of ranks, such as 2,2, that add up to {ranks}")
     return [node for node, count in enumerate(numbers) for _ in range(count)]
-
-
-def node_id(comm: Any) -> int:
-    """Return the lowest rank on this node. Collective over the mpi4py communicator `comm`."""
-    from mpi4py import MPI
-
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)  # MPI has no nonblocking form of it
-    lowest = node.allreduce(comm.Get_rank(), op=MPI.MIN)
-    node.Free()
-    return int(lowest)

@@ -22,6 +22,7 @@ from allred.cluster import mpi, processors, topology
 from allred.cluster.processors import Cores
 from allred.cluster.spec import CLIENT
 from allred.comm import recording, select
+from allred.comm.bootstrap import AloneBootstrap, Bootstrap
 from allred.comm.communicator import Communicator
 from allred.comm.create import NoCollectives, add_devices, create, on_mpi
 from allred.comm.process_set import PROCESS_SETS, ProcessSets
@@ -133,13 +134,17 @@ def enter(comm: Any, cluster: Cluster | None = None, **arguments: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Facts:
-    """The facts about one rank that all ranks exchange. settings: those that were set, or a problem."""
+    """The facts about one rank that all ranks exchange.
+
+    settings: those that were set, or a problem. generation: of the last world of this process.
+    """
 
     settings: dict[str, Any] | str
     host: int  # the lowest rank on the same host
     cores: Cores
     transport: TransportFacts
     ignored_host_file: str  # an error, or ""
+    generation: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,42 +166,41 @@ class _Decisions:
 
 
 def _join_ranks(comm: Any, settings: dict[str, Any] | str, cluster: Cluster, in_cluster: bool) -> None:
-    duplicate, library = _duplicate(comm, cluster.lifeline)
-    control = on_mpi(duplicate, Config.timeout_s)
-    host = 0 if duplicate is None else numbering.node_id(duplicate)
+    origin, library = _start_mpi(comm, cluster.lifeline)
+    control = on_mpi(origin, Config.timeout_s)
+    host = origin.lowest_rank_here()
     may_use_gpus = isinstance(settings, dict) and settings.get("backend", "auto") in ("auto", "nccl")
     gpus = streams.visible_gpus() if may_use_gpus else streams.NO_GPUS
-    size = 1 if duplicate is None else duplicate.Get_size()
     own_mpirun = library.startswith("Open MPI") and not runner_link.address()  # `allred run` passes the hosts itself
-    ignored = mpi.ignored_host_file(size) if own_mpirun else ""
-    transport = TransportFacts(host, duplicate is not None, native.available, topology.fabric(), gpus)
-    mine = _Facts(settings, host, processors.own_cores(), transport, ignored)
+    ignored = mpi.ignored_host_file(origin.size) if own_mpirun else ""
+    transport = TransportFacts(host, origin.mpi is not None, native.available, topology.fabric(), gpus)
+    mine = _Facts(settings, host, processors.own_cores(), transport, ignored, world.last_generation)
     facts: list[_Facts] = control.allgather_object(mine).wait()
     try:
         plan = _plan(facts, cluster)
         if isinstance(settings, dict) and "network" in settings:  # may differ between hosts
             plan = dataclasses.replace(plan, config=dataclasses.replace(plan.config, network=settings["network"]))
-        recording.start(plan.config.timeline, control, duplicate, plan.workers)
+        recording.start(plan.config.timeline, control, origin.mpi, plan.workers)
     except (ConfigError, InputError):
         control.close()
         raise
-    here = _world(plan, facts, control, duplicate, cluster)
+    here = _world(plan, facts, control, origin, cluster)
     here.in_cluster = in_cluster
     world.install(here)
-    _connect_servers_and_clients(here, plan, control, duplicate, cluster)
-    _start_watchers(plan, facts, control, cluster)
+    _connect_servers_and_clients(here, plan, control, origin.mpi, cluster)
+    _start_watchers(plan, facts, control, origin)
     log.info(_banner(here, library))
     if oversubscription := processors.oversubscription([each.cores for each in facts], [each.host for each in facts]):
         log.info(f"warning: {oversubscription}")
 
 
-def _duplicate(comm: Any, lifeline: int) -> tuple[Any, str]:
-    """Start MPI. Return (a communicator for allred alone, the name of the MPI); (None, "no MPI") without MPI."""
+def _start_mpi(comm: Any, lifeline: int) -> tuple[Bootstrap, str]:
+    """Start MPI. Return all ranks, on a communicator for allred alone, and the name of the MPI, or "no MPI"."""
     MPI, ours = mpi.load()  # noqa: N806  (mpi4py's spelling)
     if MPI is None:
         if isinstance(comm, Sequence) and list(comm) != [0]:
             raise InputError(f"init(comm={comm!r}): there is one rank, 0, because no MPI could be loaded")
-        return None, "no MPI"
+        return AloneBootstrap(), "no MPI"
     exit_protocol.take_over(MPI, finalizes=ours, lifeline=lifeline)
     is_list = isinstance(comm, Sequence) and not isinstance(comm, str)
     if is_list:
@@ -212,7 +216,9 @@ def _duplicate(comm: Any, lifeline: int) -> tuple[Any, str]:
     shm_files.delete_own()
     if is_list:
         comm.Free()
-    return duplicate, library
+    from allred.comm.backends.mpi_bootstrap import MpiBootstrap
+
+    return MpiBootstrap(duplicate, launcher_ends_job=lifeline < 0), library
 
 
 def _plan(facts: list[_Facts], cluster: Cluster) -> _Decisions:
@@ -245,11 +251,11 @@ def _servers(config: Config, ranks: int) -> int:
     return config.num_ps
 
 
-def _world(plan: _Decisions, facts: list[_Facts], control: Communicator, duplicate: Any, cluster: Cluster) -> World:
+def _world(plan: _Decisions, facts: list[_Facts], control: Communicator, origin: Bootstrap, cluster: Cluster) -> World:
     """Create the communicators of this rank, and its World. Collective."""
     config, rank, workers = plan.config, control.rank, plan.workers
     if rank in workers:
-        communicator, of_workers = _communicator(plan, control, duplicate)
+        communicator, of_workers = _communicator(plan, control, origin)
     else:
         communicator, of_workers = NoCollectives(config.timeout_s, is_client=rank >= workers.stop), plan.facts
         arena.disable("this rank reduces no gradients")
@@ -260,6 +266,7 @@ def _world(plan: _Decisions, facts: list[_Facts], control: Communicator, duplica
         arena.enable(config.arena, plan.nodes.count(plan.nodes[rank]))
     communicator.queue.timeout_s = control.queue.timeout_s = config.timeout_s
     communicator.checks_places = config.check == "full"
+    communicator.generation = control.generation = 1 + max(each.generation for each in facts)
     recording.attach(communicator, "all ranks")
     if rank in workers:
         of_workers = add_devices(communicator, of_workers, config)
@@ -272,13 +279,16 @@ def _world(plan: _Decisions, facts: list[_Facts], control: Communicator, duplica
         reason="; ".join(choice.reasons),
         workers_job=cluster.workers_job,
         cores=processors.share(cores, hosts, rank),
+        generation=communicator.generation,
     )
-    PROCESS_SETS.set(here, ProcessSets(duplicate, control, plan.servers, communicator, plan.facts, of_sets))
+    PROCESS_SETS.set(here, ProcessSets(origin, control, plan.servers, communicator, plan.facts, of_sets))
     here.queues.update((control.queue, communicator.queue))
     return here
 
 
-def _communicator(plan: _Decisions, control: Communicator, duplicate: Any) -> tuple[Communicator, list[TransportFacts]]:
+def _communicator(
+    plan: _Decisions, control: Communicator, origin: Bootstrap
+) -> tuple[Communicator, list[TransportFacts]]:
     """Create the communicator of the workers, and their arenas. Collective among them."""
     choice = select.plan(plan.facts, plan.config)
     arena.disable(_why_no_arena(choice.backend, len(plan.workers)))
@@ -286,8 +296,8 @@ def _communicator(plan: _Decisions, control: Communicator, duplicate: Any) -> tu
         return control, plan.facts
     if choice.backend == "shm":
         arena.enable(plan.config.arena, len(plan.workers))
-    ours = None if choice.backend == "single" else _workers(duplicate, plan.workers)
-    communicator, facts = create(ours, plan.facts, plan.config)
+    workers = AloneBootstrap() if choice.backend == "single" else origin.subset(plan.workers)
+    communicator, facts = create(workers, plan.facts, plan.config)
     if communicator.name != choice.backend:
         arena.disable("no two ranks could share memory")
     return communicator, facts
@@ -298,13 +308,6 @@ def _why_no_arena(backend: str, size: int) -> str:
     if size == 1:
         return "one rank has no other to share memory with"
     return "backend mpi" if backend == "mpi" else "the ranks are on several nodes"
-
-
-def _workers(comm: Any, workers: range) -> Any:
-    """Create an mpi4py communicator of the workers. Collective among them."""
-    if workers == range(comm.Get_size()):
-        return comm.Dup()
-    return comm.Create_group(comm.Get_group().Incl(workers))
 
 
 def _connect_servers_and_clients(
@@ -328,11 +331,11 @@ def _connect_servers_and_clients(
             atexit.register(_leave_workers)
 
 
-def _start_watchers(plan: _Decisions, facts: list[_Facts], control: Communicator, cluster: Cluster) -> None:
+def _start_watchers(plan: _Decisions, facts: list[_Facts], control: Communicator, origin: Bootstrap) -> None:
     everyone = numbering.number(plan.nodes, control.rank)
     reach = "network" if len({each.host for each in facts}) > 1 else "host" if everyone.nodes > 1 else ""
     expendable = tuple(plan.workers) if plan.servers else ()
-    watch.start(control, everyone, plan.config, reach, expendable=expendable, launcher=cluster.lifeline < 0)
+    watch.start(control, everyone, plan.config, reach, expendable, launcher=origin.launcher_ends_job)
     if plan.servers or plan.clients:
         watch.set_role(topology.role())
 

@@ -34,6 +34,8 @@ class World:
     queues: the `WorkQueue`s that make progress in every wait of this rank.
     failure: the error of another rank, to be raised here (testing.threads; between processes the watcher has it).
     counters: of the steps of this rank, for monitors. slots: see `Slot`.
+    generation: its number in this job, from 1; the same on all ranks. Headers carry it, so an operation of a rank that
+    is still in an older world is an error.
     """
 
     topology: Numbering
@@ -50,6 +52,7 @@ class World:
     counters: Counters = dataclasses.field(default_factory=Counters)
     process: int = dataclasses.field(default_factory=os.getpid)  # the rank's own process, not a fork
     slots: "dict[Slot[Any], Any]" = dataclasses.field(default_factory=dict)
+    generation: int = 1
 
 
 class Slot(Generic[T]):
@@ -79,14 +82,17 @@ _DEFAULTS = Config()
 
 _world: World | None = None
 _overrides: threading.local | None = None  # `world` of a thread, while testing.threads runs
+last_generation = 0  # of the worlds of this process
 _last_watcher: Any = None  # of a world that was closed after a verdict, which still decides how this process exits
 
 
 def install(world: World | None) -> None:
     """Set the world of this process; None removes it."""
-    global _world, _last_watcher
+    global _world, _last_watcher, last_generation
     _last_watcher = _world.watcher if _world is not None else None
     _world = world
+    if world is not None:
+        last_generation = world.generation
 
 
 def override(overrides: threading.local | None) -> None:

@@ -3,11 +3,11 @@
 import dataclasses
 import mmap
 from collections import Counter
-from typing import Any
 
 from allred.comm.backends.backend import SingleBackend
 from allred.comm.backends.nccl import NcclBackend
 from allred.comm.backends.staged import StagedBackend
+from allred.comm.bootstrap import Bootstrap
 from allred.comm.communicator import Communicator
 from allred.comm.device_collectives import DeviceCollectives
 from allred.comm.group import T
@@ -21,58 +21,60 @@ from allred.gpu.streams import Device
 from allred.numbering import number
 
 
-def on_mpi(comm: Any, timeout_s: float) -> Communicator:
-    """Make a communicator on MPI alone. comm: an mpi4py communicator, which the backend owns; None: of one rank."""
-    if comm is None:
+def on_mpi(ranks: Bootstrap, timeout_s: float) -> Communicator:
+    """Make a communicator on MPI alone, which owns `ranks`; without MPI, of one rank."""
+    if ranks.mpi is None:
         return Communicator(SingleBackend(), timeout_s)
     from allred.comm.backends.mpi import MpiBackend  # imports MPI
 
-    return Communicator(MpiBackend(comm), timeout_s)
+    return Communicator(MpiBackend(ranks.mpi), timeout_s)
 
 
-def create(comm: Any, facts: list[TransportFacts], config: Config) -> tuple[Communicator, list[TransportFacts]]:
-    """Make the communicator of host arrays that `plan` chooses. Return it, and the facts, which the attempt completes.
-
-    Collective and blocking. comm: an mpi4py communicator of these ranks, which the backend owns; None without MPI.
+def create(ranks: Bootstrap, facts: list[TransportFacts], config: Config) -> tuple[Communicator, list[TransportFacts]]:
+    """Make the communicator of host arrays that `plan` chooses, which owns `ranks`. Return it, and the facts, which the
+    attempt completes. Collective and blocking.
 
     Raises ConfigError, the same on all ranks, if `plan` does.
     """
     memory, arenas = None, None
     if plan(facts, config).within == "shm":
-        memory, arenas, shared = _share_memory(comm, [each.node for each in facts])
+        memory, arenas, shared = _share_memory(ranks, [each.node for each in facts])
         facts = [dataclasses.replace(each, shares_memory=one) for each, one in zip(facts, shared, strict=True)]
     chosen, nodes = plan(facts, config).backend, memory_nodes(facts)
-    if chosen in ("single", "mpi"):
-        return on_mpi(comm if chosen == "mpi" else None, config.timeout_s), facts
+    if chosen == "single":
+        ranks.close()
+        return Communicator(SingleBackend(), config.timeout_s), facts
+    if chosen == "mpi":
+        return on_mpi(ranks, config.timeout_s), facts
     if chosen == "tcp":
         from allred.comm.backends import tcp
 
-        backend = tcp.connect(comm, nodes, memory, config.network, config.timeout_s)
+        backend = tcp.connect(ranks, nodes, memory, config.network, config.timeout_s)
         if isinstance(backend, str):
-            return create(comm, [dataclasses.replace(each, tcp_problem=backend) for each in facts], config)
+            return create(ranks, [dataclasses.replace(each, tcp_problem=backend) for each in facts], config)
         return Communicator(backend, config.timeout_s), facts
     from allred.comm.backends.shm import ShmBackend
 
-    here, own = number(nodes, comm.Get_rank()), comm if chosen == "shm" else None
-    node = SingleBackend() if memory is None else ShmBackend(here.local_rank, here.local_size, memory, own, arenas)
+    here, origin = number(nodes, ranks.rank), ranks if chosen == "shm" else None
+    node = SingleBackend() if memory is None else ShmBackend(here.local_rank, here.local_size, memory, origin, arenas)
     if chosen == "shm":
         return Communicator(node, config.timeout_s), facts
     from allred.comm.backends.shm_mpi import ShmMpiBackend
 
-    return Communicator(ShmMpiBackend(comm, node, min(Counter(nodes).values())), config.timeout_s), facts
+    return Communicator(ShmMpiBackend(ranks.mpi, node, min(Counter(nodes).values())), config.timeout_s), facts
 
 
-def _share_memory(comm: Any, nodes: list[int]) -> tuple[mmap.mmap | None, list[mmap.mmap] | None, list[bool]]:
+def _share_memory(ranks: Bootstrap, nodes: list[int]) -> tuple[mmap.mmap | None, list[mmap.mmap] | None, list[bool]]:
     """Let the ranks of each node share memory. Return the memory of this node and its arenas, None if it has none, and
     for each rank whether it shares memory with others. Collective."""
     from allred.comm.backends import peer_arenas
     from allred.comm.backends.shm import segment_memory  # imports the C extension
 
-    mine = comm.Split(nodes[comm.Get_rank()], comm.Get_rank())
-    memory = segment_memory(mine) if mine.Get_size() > 1 else None
+    mine = ranks.subset([rank for rank, node in enumerate(nodes) if node == nodes[ranks.rank]])
+    memory = segment_memory(mine) if mine.size > 1 else None
     arenas = None if memory is None else peer_arenas.share(mine)
-    shared = comm.allgather(memory is not None)
-    mine.Free()
+    shared = ranks.allgather_object(memory is not None)
+    mine.close()
     return memory, arenas, shared
 
 

@@ -45,6 +45,7 @@ class Group:
         self.queue.connection_error = backend.connection_error
         self.devices: DeviceBackend | None = None
         self.checks_places = False  # whether all ranks must call an operation at the same line of the program
+        self._generation = 0
         self.make_subgroup: Callable[[Sequence[int]], Steps[Group]] | None = None  # of some ranks, by their numbers
         self.unfinished: WeakKeyDictionary[object, str] = WeakKeyDictionary()  # what must end before this rank joins
         self._active: Group | None = None
@@ -54,6 +55,16 @@ class Group:
     def number(self) -> int:
         """This rank's number in `ranks`."""
         return self.ranks[self.rank]
+
+    @property
+    def generation(self) -> int:
+        """The generation of the world, which the headers of all ranks must agree on."""
+        return self._generation
+
+    @generation.setter
+    def generation(self, generation: int) -> None:
+        self._generation = generation
+        self.backend.set_generation(generation)
 
     @property
     def active(self) -> "Group":
@@ -199,7 +210,7 @@ class Group:
             timeline_record.nbytes = descriptor.nbytes
         self._describe(lambda: descriptor, lambda: number)
         self._sequence += 1
-        return descriptor.pack(number)
+        return descriptor.pack(number, self._generation)
 
     def _describe(self, describe: Callable[[], OpDescriptor], number: Callable[[], int]) -> None:
         """Keep what a message needs to describe the current operation. The text is made only if it is shown."""
@@ -222,6 +233,7 @@ class Group:
             place=place if self.checks_places else "",
             earlier=self.queue.earlier,
             started_later=started_later,
+            generation=self._generation,
         )
         descriptors = yield from self.backend.allgather_object(pickled(mine))
         if header.repeats_step(descriptors):
@@ -233,7 +245,7 @@ class Group:
             raise header.verdict(descriptors, self.ranks)
         here = [index for index, each in enumerate(descriptors) if each.kind != "join" or each.problem]
         ranks = [self.ranks[index] for index in here]
-        headers = [descriptors[index].pack(0) for index in here]
+        headers = [descriptors[index].pack(0, descriptors[index].generation) for index in here]
         if not header.agree(headers):
             raise header.verdict([descriptors[index] for index in here], ranks)
         self._active = yield from self.make_subgroup(ranks)

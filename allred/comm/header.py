@@ -13,7 +13,7 @@ descriptors, and `verdict` makes one error of these, with the same text on all r
     16  name       u64   hash of the tensor's name
     24  words      u64   hash of what else must agree: dtypes and shapes of an allreduce; else the text of title etc.
     32  count      u64   elements of an allreduce
-    40  place      u64   hash of the line of the program, with ALLRED_CHECK=full; else 0
+    40  world      u64   generation of the world (allred/world.py); with ALLRED_CHECK=full mixed with a hash of the line
     48  rows       u64   first dimension on this rank (allgather); may differ
     56  note       u64   a number that the operation sends to all ranks, such as the weight, a float64, or the number of
                          samples of a step_allreduce; may differ
@@ -66,14 +66,15 @@ class OpDescriptor:
     found_at: str = ""  # the same, found after the ranks disagree
     earlier: str = ""  # the errors of earlier operations
     started_later: tuple[str, ...] = ()  # kind and name of the operations that this rank started after it
+    generation: int = 0  # of the world, after the ranks disagree
 
     @property
     def label(self) -> str:
         """Its kind and name."""
         return f"{self.kind}{quoted(self.name)}"
 
-    def pack(self, sequence: int) -> bytes:
-        """The header's 64 bytes."""
+    def pack(self, sequence: int, generation: int = 0) -> bytes:
+        """The header's 64 bytes. generation: of the world."""
         return _LAYOUT.pack(
             sequence,
             KINDS.index(self.kind),
@@ -83,7 +84,7 @@ class OpDescriptor:
             self.root,
             *self._hashes,
             self._count,
-            hash_text(self.place) if self.place else 0,
+            mix(hash_text(self.place), generation) if self.place else generation,
             self.rows,
             self.note,
         )
@@ -162,7 +163,7 @@ def repeats_step(calls: list[OpDescriptor]) -> bool:
     here = [call for call in calls if call.kind != "join"]
     return (
         "step_allreduce" in {call.kind for call in here} <= {"step_allreduce", "step"}
-        and len({call.title for call in here}) == 1
+        and len({(call.title, call.generation) for call in here}) == 1
         and not any(call.problem for call in calls)
     )
 
@@ -179,6 +180,12 @@ def verdict(calls: list[OpDescriptor], ranks: Sequence[int] | None = None) -> Al
 
 
 def _verdict(calls: list[OpDescriptor], ranks: Sequence[int]) -> AllredError:
+    generations = [f"generation {call.generation}" for call in calls]
+    if len(set(generations)) > 1:
+        return MismatchError(
+            f"ranks are in different generations of the world: {by_rank(generations, ranks)}; some have missed a "
+            "change of the ranks; restart the job"
+        )
     problems = {index: call.problem for index, call in enumerate(calls) if call.problem}
     if problems:
         first = min(problems)

@@ -13,19 +13,17 @@ after a while.
 import dataclasses
 import functools
 import operator
-import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
-
-import numpy as np
 
 from allred import world
 from allred.cluster import topology
 from allred.comm import recording
+from allred.comm.bootstrap import Bootstrap
 from allred.comm.communicator import Communicator
 from allred.comm.create import add_device, create
 from allred.comm.select import TransportFacts, plan
-from allred.comm.work import Polled, Steps, WorkQueue
+from allred.comm.work import Steps, WorkQueue
 from allred.config import Config
 from allred.errors import InputError
 
@@ -34,13 +32,13 @@ from allred.errors import InputError
 class ProcessSets:
     """The communicators of the process sets of a world, and what they are created from.
 
-    comm: the mpi4py communicator of `control`, None without MPI. In it the workers come after `servers` servers.
+    origin: all ranks. In it the workers come after `servers` servers. control: the communicator of all ranks.
     everyone: the communicator of all workers, possibly `control`. facts: of each worker. config: with the transport of
     all workers, not auto, if they are on several nodes. made: the communicators by ranks, shared by equal sets; and by
     the keys of `_subgroup`.
     """
 
-    comm: Any
+    origin: Bootstrap
     control: Communicator
     servers: int
     everyone: Communicator
@@ -55,12 +53,11 @@ class ProcessSets:
         """Create a communicator of these ranks. Collective among them. title: describes them. parent: the communicator
         whose operations it runs; None: it has operations of its own."""
         world_ranks = [rank + self.servers for rank in ranks]
-        yield from _wait_for_members(self.comm, world_ranks, title)
-        comm = self.comm.Create_group(self.comm.Get_group().Incl(world_ranks))
+        yield from self.origin.assemble(world_ranks, title)
         config = dataclasses.replace(self.config, timeout_s=self.everyone.queue.timeout_s)
-        communicator, facts = create(comm, [self.facts[rank] for rank in ranks], config)
+        communicator, facts = create(self.origin.subset(world_ranks), [self.facts[rank] for rank in ranks], config)
         communicator.queue.members, communicator.ranks = world_ranks, ranks
-        communicator.checks_places = self.everyone.checks_places
+        communicator.checks_places, communicator.generation = self.everyone.checks_places, self.everyone.generation
         communicator.make_subgroup = functools.partial(self._subgroup, communicator)
         world.current().queues.add(communicator.queue)
         recording.attach(communicator, title)
@@ -187,25 +184,10 @@ def _current() -> ProcessSets:
 def _translated(comm: Any) -> list[int]:
     """Return the numbers of the members of an mpi4py communicator."""
     base = _current()
-    if base.comm is None:
+    if base.origin.mpi is None:
         return [0]
     group = comm.Get_group()
-    numbers = group.Translate_ranks(None, base.comm.Get_group())
+    numbers = group.Translate_ranks(None, base.origin.mpi.Get_group())
     if any(not base.servers <= number < base.servers + len(base.facts) for number in numbers):
         raise InputError(f"ProcessSet({comm!r}): it has members that are not among allred's workers")
     return [number - base.servers for number in numbers]
-
-
-def _wait_for_members(comm: Any, ranks: list[int], title: str) -> Steps[None]:
-    """Wait until all members are here: MPI would wait for them in C, without a time limit."""
-    tag, mine = zlib.crc32(title.encode()) % 2**15, comm.Get_rank()
-    word = np.zeros(1, np.uint8)
-    first, *others = ranks
-    if mine != first:
-        yield Polled(comm.Isend(word, first, tag).Test)
-        yield Polled(comm.Irecv(word, first, tag).Test, waits_for_peers=True)
-        return
-    for other in others:
-        yield Polled(comm.Irecv(word, other, tag).Test, waits_for_peers=True)
-    for other in others:
-        yield Polled(comm.Isend(word, other, tag).Test)

@@ -68,11 +68,13 @@ def share(comm: Any) -> SharingResult:
     """Share memory with the ranks of the host. Collective over the mpi4py communicator; no time limit of its own."""
     from mpi4py import MPI
 
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    from allred.comm.backends.mpi_bootstrap import MpiBootstrap
+
+    node = MpiBootstrap(comm.Split_type(MPI.COMM_TYPE_SHARED))
     try:
-        return SharingResult(segment.way(node) if node.Get_size() > 1 else "", node.Get_size())
+        return SharingResult(segment.way(node) if node.size > 1 else "", node.size)
     finally:
-        node.Free()
+        node.close()
 
 
 def mpi_sums(comm: Any) -> str:

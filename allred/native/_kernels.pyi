@@ -131,6 +131,7 @@ class Segment:
     number: int  # of the last operation that was begun, from 1
     pending: bool  # whether an operation is pending
     sent: int  # bytes that this rank has written for allreduces; may be set
+    generation: int  # of the world, in the headers of the fast path; may be set
     in_place: int  # bytes of arrays of this rank that were reduced in place
     read_in_place: int  # bytes that this rank has read from arenas, except by allreduces
     outside: list[tuple[int, int]]

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from allred import native, numbering, world
 from allred.cluster import processors
 from allred.comm.backends.shm import MAX_RANKS
+from allred.comm.bootstrap import AloneBootstrap
 from allred.comm.communicator import Communicator
 from allred.comm.process_set import PROCESS_SETS, ProcessSets
 from allred.comm.select import TransportFacts
@@ -176,7 +177,9 @@ class _ThreadProcessSets(ProcessSets):
     """The process sets of a rank that is a thread."""
 
     def __init__(self, ranks: _Ranks, everyone: Communicator, nodes: list[int]) -> None:
-        super().__init__(None, everyone, 0, everyone, [TransportFacts(node) for node in nodes], ranks.config)
+        super().__init__(
+            AloneBootstrap(), everyone, 0, everyone, [TransportFacts(node) for node in nodes], ranks.config
+        )
         self._ranks = ranks
 
     def create(self, ranks: tuple[int, ...], title: str, parent: Communicator | None = None) -> Steps[Communicator]:

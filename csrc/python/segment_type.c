@@ -29,6 +29,15 @@ static int set_sent(Segment *self, PyObject *value, void *unused) {
   return 0;
 }
 
+static PyObject *get_generation(Segment *self, void *unused) { return PyLong_FromUnsignedLongLong(self->generation); }
+
+static int set_generation(Segment *self, PyObject *value, void *unused) {
+  const uint64_t generation = PyLong_AsUnsignedLongLong(value);
+  if (PyErr_Occurred()) return -1;
+  self->generation = generation;
+  return 0;
+}
+
 static PyObject *get_nonfinite(Segment *self, void *unused) { return PyLong_FromLong((long)self->nonfinite - 1); }
 
 static PyObject *get_waited_ns(Segment *self, void *unused) { return PyLong_FromLongLong(self->waited_ns); }
@@ -300,6 +309,8 @@ static PyMethodDef methods[] = {
 static PyGetSetDef attributes[] = {
     ATTRIBUTE("number", get_number, "number of the last operation that was begun, from 1"),
     {"sent", (getter)get_sent, (setter)set_sent, "bytes that this rank has written for allreduces", NULL},
+    {"generation", (getter)get_generation, (setter)set_generation, "of the world, in the headers of the fast path",
+     NULL},
     ATTRIBUTE("nonfinite", get_nonfinite, "position of the first array that was not finite, or -1"),
     ATTRIBUTE("samples", get_samples, "samples of all ranks in the last step"),
     ATTRIBUTE("waited_ns", get_waited_ns, "for the headers of other ranks in the last step"),

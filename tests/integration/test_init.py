@@ -66,15 +66,16 @@ def test_ranks_without_a_variable_take_the_chiefs_and_another_value_is_an_error(
         "import os, allred\nfrom allred import world\n"
         "rank = int(os.environ['PMI_RANK'])\n"
         "if rank == 0: os.environ['ALLRED_TIMEOUT_S'] = '5'\n"
+        "world.last_generation = 5 * rank\n"  # as if it had been in more worlds
         "allred.init(banner=False)\n"
-        "print(f'{world.config().timeout_s}\\n', end='', flush=True)\n"
+        "print(f'{world.config().timeout_s} {world.current().generation}\\n', end='', flush=True)\n"
         "allred.shutdown()\n"
         "if rank == 1: os.environ['ALLRED_TIMEOUT_S'] = '6'\n"
         "allred.init(banner=False)\n"
     )
     result = mpirun(2, "-c", code, timeout_s=40)
     assert result.code == 1, result.text
-    assert result.out.split() == ["5.0"] * 2, result.text
+    assert result.out.split() == ["5.0", "6"] * 2, result.text
     differs = "ConfigError: timeout_s is 5.0 on rank 0 but 6.0 on rank 1; set the same value on all ranks"
     assert differs in result.err, result.text
 

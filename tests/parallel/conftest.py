@@ -21,6 +21,7 @@ from mpi4py import MPI
 
 import allred
 from allred import native
+from allred.comm.backends.mpi_bootstrap import MpiBootstrap
 from allred.comm.create import create
 from allred.comm.select import TransportFacts, plan
 from allred.config import Config
@@ -115,7 +116,7 @@ def _worlds():
 def _open(param):
     backend, nodes = param
     facts = [TransportFacts(node, has_kernels=native.available) for node in nodes]
-    return create(MPI.COMM_WORLD.Dup(), facts, Config(timeout_s=30.0, **BACKENDS[backend]))[0]
+    return create(MpiBootstrap(MPI.COMM_WORLD.Dup()), facts, Config(timeout_s=30.0, **BACKENDS[backend]))[0]
 
 
 def _close(communicator):

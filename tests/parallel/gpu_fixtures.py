@@ -11,6 +11,7 @@ from mpi4py import MPI
 
 from allred import world
 from allred.comm import device_operation, device_reduce
+from allred.comm.backends.mpi_bootstrap import MpiBootstrap
 from allred.comm.create import add_device, create
 from allred.comm.process_set import PROCESS_SETS
 from allred.comm.select import TransportFacts
@@ -20,7 +21,7 @@ from allred.gpu.streams import VisibleGpus
 
 def connect(transport, native_halves=False):
     facts = [TransportFacts()] * MPI.COMM_WORLD.Get_size()
-    communicator, _ = create(MPI.COMM_WORLD.Dup(), facts, Config(timeout_s=30.0))
+    communicator, _ = create(MpiBootstrap(MPI.COMM_WORLD.Dup()), facts, Config(timeout_s=30.0))
     add_device(communicator, standin_gpu.Device(), transport, native_halves)
     return communicator
 

@@ -10,6 +10,7 @@ import allred
 from allred import arena, native
 from allred.comm import functions
 from allred.comm.backends import peer_arenas, segment
+from allred.comm.backends.mpi_bootstrap import MpiBootstrap
 
 if not native.available:
     pytest.skip(f"C extension: {native.reason}", allow_module_level=True)
@@ -46,15 +47,15 @@ def check_peers(comm, memories):
 
 
 def test_peers_read_and_write(comm):
-    memories = peer_arenas.share(comm)
+    memories = peer_arenas.share(MpiBootstrap(comm))
     check_peers(comm, memories)
     own = arena.memory()[0]
     assert memories[comm.Get_rank()] is own
 
 
 def test_a_second_use_maps_nothing(comm):
-    memories = peer_arenas.share(comm)
-    assert all(one is other for one, other in zip(memories, peer_arenas.share(comm), strict=True))
+    memories = peer_arenas.share(MpiBootstrap(comm))
+    assert all(one is other for one, other in zip(memories, peer_arenas.share(MpiBootstrap(comm)), strict=True))
     assert len(peer_arenas._mapped) == comm.Get_size()
 
 
@@ -64,18 +65,18 @@ def test_descriptors_over_sockets(comm, monkeypatch):
     monkeypatch.setattr(peer_arenas, "_mapped", WeakValueDictionary())
     if comm.Get_rank() != 1:
         monkeypatch.setattr(segment, "accept", lambda offer, fd=-1: accept(offer, fd) if fd >= 0 else None)
-    check_peers(comm, peer_arenas.share(comm))
+    check_peers(comm, peer_arenas.share(MpiBootstrap(comm)))
 
 
 @pytest.mark.parametrize("odd", [0, 1])
 def test_none_on_all_ranks_if_one_has_none(comm, monkeypatch, odd):
     if comm.Get_rank() == odd:
         monkeypatch.setattr(arena, "memory", lambda: None)
-    assert peer_arenas.share(comm) is None
+    assert peer_arenas.share(MpiBootstrap(comm)) is None
 
 
 def test_none_on_all_ranks_if_one_cannot_map(comm, monkeypatch):
     monkeypatch.setattr(peer_arenas, "_mapped", WeakValueDictionary())
     if comm.Get_rank() == 1:
         monkeypatch.setattr(segment, "accept", lambda offer, fd=-1: None)
-    assert peer_arenas.share(comm) is None
+    assert peer_arenas.share(MpiBootstrap(comm)) is None

@@ -264,9 +264,10 @@ def test_the_thread_starts_with_the_first_operation_that_is_not_waited_for(size)
 def _memory():
     from mpi4py import MPI
 
+    from allred.comm.backends.mpi_bootstrap import MpiBootstrap
     from allred.comm.backends.shm import segment_memory
 
-    return segment_memory(MPI.COMM_WORLD)
+    return segment_memory(MpiBootstrap(MPI.COMM_WORLD))
 
 
 @pytest.mark.parametrize("thread", [True, False])

@@ -527,6 +527,31 @@ def test_ranks_that_differ_raise_the_same_error(comm, which):
     assert comm.allreduce(np.ones(3), allred.Sum).wait().tolist() == [comm.size] * 3
 
 
+IN_PLACE = {  # on an array of three numbers; the first three are the fast path
+    "step": lambda c, x: c.step_allreduce([x], allred.Sum, "", 0, True, 0, 0, 1) or c.check("step", "").wait(),
+    "blocking": lambda c, x: c.allreduce_blocking(x, True, allred.Sum, ""),
+    "grouped blocking": lambda c, x: c.grouped_allreduce_blocking([x], True, allred.Sum, ""),
+    "asynchronous": lambda c, x: c.allreduce(x, in_place=True).wait(),
+    "broadcast": lambda c, x: c.broadcast(x, c.size - 1, in_place=True).wait(),
+}
+
+
+@pytest.mark.parametrize("which", [*IN_PLACE, *DIFFERENT])
+def test_a_rank_in_an_older_world_is_an_error_and_no_result(comm, which):
+    if comm.size == 1:
+        pytest.skip("one rank is in one world")
+    odd, x = comm.size - 1, np.full(3, float(comm.rank))
+    comm.generation = 5 if comm.rank == odd else 6
+    words = rf"different generations of the world: generation 6 on ranks? 0.*; generation 5 on rank {odd};"
+    try:
+        with pytest.raises(MismatchError, match=words):
+            IN_PLACE[which](comm, x) if which in IN_PLACE else DIFFERENT[which][0](comm).wait()
+    finally:
+        comm.generation = 0
+    assert x.tolist() == [comm.rank] * 3
+    assert comm.allreduce(np.ones(3), allred.Sum).wait().tolist() == [comm.size] * 3
+
+
 def test_zeros_of_both_signs_are_the_same_bits_on_all_ranks(comm):
     x = np.array([0.0, -0.0], np.float32) if comm.rank % 2 else np.array([-0.0, 0.0], np.float32)
     for op in (allred.Min, allred.Max):

@@ -15,6 +15,7 @@ from mpi4py import MPI
 
 import allred
 from allred import native
+from allred.comm.backends.mpi_bootstrap import MpiBootstrap
 from allred.comm.communicator import Communicator
 from allred.comm.create import create
 from allred.comm.select import TransportFacts
@@ -33,7 +34,7 @@ several = pytest.mark.skipif(MPI.COMM_WORLD.Get_size() == 1, reason="takes sever
 def make():
     """A communicator of all ranks on one node; of one rank too."""
     world = MPI.COMM_WORLD
-    return Communicator(ShmBackend(world.Get_rank(), world.Get_size(), segment_memory(world)), 20.0)
+    return Communicator(ShmBackend(world.Get_rank(), world.Get_size(), segment_memory(MpiBootstrap(world))), 20.0)
 
 
 @pytest.fixture
@@ -252,13 +253,15 @@ def test_two_communicators_in_turn_then_one_alone():
 
 def created():
     """As allred.init() has it made; where there is one rank that is no shm, but it comes and goes all the same."""
-    return create(MPI.COMM_WORLD.Dup(), [TransportFacts()] * MPI.COMM_WORLD.Get_size(), Config(backend="shm"))[0]
+    return create(
+        MpiBootstrap(MPI.COMM_WORLD.Dup()), [TransportFacts()] * MPI.COMM_WORLD.Get_size(), Config(backend="shm")
+    )[0]
 
 
 def on_nodes():
     """The same over pretended nodes, the last rank alone on its own."""
     facts = [TransportFacts()] * (MPI.COMM_WORLD.Get_size() - 1) + [TransportFacts(node=1)]
-    return create(MPI.COMM_WORLD.Dup(), facts, Config(backend="shm", transport="mpi"))[0]
+    return create(MpiBootstrap(MPI.COMM_WORLD.Dup()), facts, Config(backend="shm", transport="mpi"))[0]
 
 
 # A lost descriptor, mapping or communicator shows after any number of rounds, lost memory after many: 8 kB in each.

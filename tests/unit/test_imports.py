@@ -45,7 +45,7 @@ COMM = (
     {"arguments"},
     {"node_memory"},
     {"backends"},
-    {"select"},
+    {"select", "bootstrap"},
     {"work", "header", "ops"},
 )
 

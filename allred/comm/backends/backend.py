@@ -120,6 +120,9 @@ class Backend(ABC):
     def start_progress_thread(self) -> None:  # noqa: B027  (optional)
         """Start a thread that runs operations while the program computes, if the backend has one. Idempotent."""
 
+    def set_generation(self, generation: int) -> None:  # noqa: B027  (optional)
+        """Set the generation of the world in the headers that the backend makes."""
+
     def let_callers_sleep(self) -> None:  # noqa: B027  (optional)
         """Let a rank that waits sleep where another thread uses its core. Only if each rank of the node has a core."""
 

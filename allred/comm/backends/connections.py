@@ -1,6 +1,6 @@
 """TCP connections between the ranks of several hosts.
 
-    1  every rank that connects listens on its addresses; MPI tells all ranks the addresses, a token and a shared secret
+    1  every rank that connects listens on its addresses; all ranks exchange the addresses, a token and a shared secret
     2  a rank connects to each peer of a lower host: to the first address of the peer that answers as an authenticated
        channel (runtime/channel.py). The token is its purpose, so the listener of another rank refuses the connection
     3  it sends its rank, and the listener accepts each expected rank once, which ends the search for an address
@@ -13,9 +13,9 @@ import secrets
 import socket
 import threading
 import time
-from typing import Any
 
 from allred.cluster.interfaces import ipv4_addresses
+from allred.comm.bootstrap import Bootstrap
 from allred.errors import ConfigError
 from allred.runtime import channel
 from allred.runtime.channel import Channel, HandshakeError, Listener, Message, limit_resending
@@ -71,16 +71,18 @@ def _interface_addresses() -> list[tuple[str, str]]:
     return found
 
 
-def connect(comm: Any, groups: list[list[int]], network: str, timeout_s: float) -> tuple[dict[int, socket.socket], str]:
-    """Connect this rank with the other ranks of its group. Collective over `comm`, an mpi4py communicator.
+def connect(
+    ranks: Bootstrap, groups: list[list[int]], network: str, timeout_s: float
+) -> tuple[dict[int, socket.socket], str]:
+    """Connect this rank with the other ranks of its group. Collective among all `ranks`.
 
-    groups: lists of ranks of `comm`; a rank is in one of them or in none. Of each pair, the rank that comes later in
+    groups: lists of ranks; a rank is in one of them or in none. Of each pair, the rank that comes later in
     the group connects to the other.
     network: see `addresses`. timeout_s: how long sent data may stay unacknowledged.
 
     Returns the nonblocking sockets by rank, and "" or why some rank could not connect: the same text on all ranks.
     """
-    rank = comm.Get_rank()
+    rank = ranks.rank
     group = next((group for group in groups if rank in group), [])
     index = group.index(rank) if group else 0
     lower, higher = group[:index], group[index + 1 :]
@@ -91,9 +93,9 @@ def connect(comm: Any, groups: list[list[int]], network: str, timeout_s: float) 
             listeners = _listen(addresses(network), len(group))
     except (OSError, ConfigError) as error:
         problem = f"rank {rank} on {socket.gethostname()}: {error}"
-    secret = comm.bcast(secrets.token_hex(32))
+    secret = ranks.broadcast_object(secrets.token_hex(32))
     here = [listener.getsockname()[:2] for listener in listeners]
-    others = comm.allgather((problem, here, token, socket.gethostname()))
+    others = ranks.allgather_object((problem, here, token, socket.gethostname()))
     problem = next((text for text, *_ in others if text), "")
     sockets: dict[int, socket.socket] = {}
     if not problem:
@@ -105,7 +107,7 @@ def connect(comm: Any, groups: list[list[int]], network: str, timeout_s: float) 
                 problem = f"rank {rank} on {socket.gethostname()} cannot connect to rank {peer} on {host}: {found}"
                 break
             sockets[peer] = found
-        problems = comm.allgather(problem)
+        problems = ranks.allgather_object(problem)
         problem = next((text for text in problems if text), "")
         sockets.update(accepted.finish(0.0 if problem else AUTHENTICATE_S))
     for listener in listeners:
@@ -113,7 +115,7 @@ def connect(comm: Any, groups: list[list[int]], network: str, timeout_s: float) 
     missing = sorted(set(group) - {rank} - set(sockets))
     if missing and not problem:
         problem = f"rank {rank} on {socket.gethostname()} has no connection from rank {missing[0]}"
-    problem = next((text for text in comm.allgather(problem) if text), "")
+    problem = next((text for text in ranks.allgather_object(problem) if text), "")
     for one in sockets.values():
         if problem:
             one.close()

@@ -6,41 +6,42 @@ A process maps the arena of a peer once, for all communicators; the mapping exis
 import mmap
 import os
 import resource
-from typing import Any
 from weakref import WeakValueDictionary
 
 from allred import arena
 from allred.comm.backends import segment
+from allred.comm.bootstrap import Bootstrap
 
 _OTHER_FILES = 128  # descriptors that a rank may need for other files; a mapping of a peer has one
 
 _mapped: WeakValueDictionary[segment.Offer, mmap.mmap] = WeakValueDictionary()
 
 
-def share(comm: Any) -> list[mmap.mmap] | None:
-    """Map the arenas of all ranks of an mpi4py communicator; None on all ranks if a rank has none or cannot map all.
+def share(ranks: Bootstrap) -> list[mmap.mmap] | None:
+    """Map the arenas of `ranks`, all on one node; None on all of them if one has no arena or cannot map all.
 
-    Collective and blocking. All ranks are on one node. Entry r is the arena of rank r: a byte at address a on rank r
+    Collective and blocking. Entry r is the arena of rank r: a byte at address a on rank r
     has the offset a - (address of the arena on rank r). The entry of this rank is its own mapping, not a second one.
     """
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    own = arena.memory() if comm.Get_size() + _OTHER_FILES <= files else None
-    offers = comm.allgather(None if own is None else segment.describe(own[1], len(own[0])))
-    if own is None or None in offers:
-        if own is None and comm.Get_size() + _OTHER_FILES > files:
+    own = arena.memory() if ranks.size + _OTHER_FILES <= files else None
+    given = ranks.allgather_object(None if own is None else segment.describe(own[1], len(own[0])))
+    offers = [offer for offer in given if offer is not None]
+    if own is None or len(offers) < ranks.size:
+        if own is None and ranks.size + _OTHER_FILES > files:
             arena.note_failure(f"each rank needs a file for each rank, and may open {files} (ulimit -n)")
-        arena.note_failure(f"rank {offers.index(None)} of this node has no arena; run python -m allred info there")
+        arena.note_failure(f"rank {given.index(None)} of this node has no arena; run python -m allred info there")
         return None
-    _mapped[offers[comm.Get_rank()]] = own[0]
+    _mapped[offers[ranks.rank]] = own[0]
     found = [_mapped.get(offer) or _keep(offer, segment.accept(offer)) for offer in offers]
-    missing = comm.allgather([rank for rank, memory in enumerate(found) if memory is None])
+    missing = ranks.allgather_object([rank for rank, memory in enumerate(found) if memory is None])
     for rank in sorted(set().union(*missing)):
-        fd = segment.over_socket(comm, own[1] if rank == comm.Get_rank() else -1, rank)
+        fd = segment.over_socket(ranks, own[1] if rank == ranks.rank else -1, rank)
         if found[rank] is None:
             found[rank] = _keep(offers[rank], segment.accept(offers[rank], fd))
         elif fd >= 0:
             os.close(fd)
-    mapped = comm.allgather(None not in found)
+    mapped = ranks.allgather_object(None not in found)
     if all(mapped):
         return [memory for memory in found if memory is not None]
     arena.note_failure(f"rank {mapped.index(False)} of this node cannot map the arenas of the others")

@@ -9,7 +9,6 @@ take different paths match: headers and bytes are the same.
 """
 
 import mmap
-from typing import Any
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from allred.arrays import Array
 from allred.comm import ops
 from allred.comm.backends.backend import Backend
 from allred.comm.backends.segment import share
+from allred.comm.bootstrap import Bootstrap
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Steps
 from allred.native._kernels import Operation, Segment, segment_bytes
@@ -30,15 +30,14 @@ _DTYPES = tuple(None if name == "bfloat16" else np.dtype(name) for name in array
 _OPS = (None, *ops.CODES)
 
 
-def segment_memory(comm: Any) -> mmap.mmap | None:
-    """Create the memory of a ShmBackend for the ranks of an mpi4py communicator; None if they cannot share memory.
-    Collective."""
-    return share(comm, segment_bytes(comm.Get_size(), CHUNK_BYTES))
+def segment_memory(ranks: Bootstrap) -> mmap.mmap | None:
+    """Create the memory of a ShmBackend of `ranks`; None if they cannot share memory. Collective."""
+    return share(ranks, segment_bytes(ranks.size, CHUNK_BYTES))
 
 
 class ShmBackend(Backend):
-    """The `size` ranks that share `memory`. comm: their mpi4py communicator, or None. The backend owns both. arenas: of
-    each rank, for arrays that are reduced in place (allred/arena.py), or None."""
+    """The `size` ranks that share `memory`. origin: the Bootstrap that they were formed from, or None. The backend owns
+    both. arenas: of each rank, for arrays that are reduced in place (allred/arena.py), or None."""
 
     name = "shm"
     fuses = True
@@ -46,10 +45,16 @@ class ShmBackend(Backend):
     weighs = True
 
     def __init__(
-        self, rank: int, size: int, memory: mmap.mmap, comm: Any = None, arenas: list[mmap.mmap] | None = None
+        self,
+        rank: int,
+        size: int,
+        memory: mmap.mmap,
+        origin: Bootstrap | None = None,
+        arenas: list[mmap.mmap] | None = None,
     ) -> None:
         super().__init__(rank, size)
-        self.comm = comm
+        self.comm = None if origin is None else origin.mpi
+        self._origin = origin
         self._memory = memory
         self.segment = Segment(memory, rank, size, CHUNK_BYTES, np.zeros((2, 3)), _DTYPES, _OPS)
         if arenas is not None:
@@ -68,12 +73,15 @@ class ShmBackend(Backend):
         self.segment.halt()
         self.segment.close()
         self._memory.close()
-        if sound and self.comm is not None:
-            self.comm.Free()
+        if sound and self._origin is not None:
+            self._origin.close()
 
     def start_progress_thread(self) -> None:
         if not self.segment.has_progress_thread:
             self.segment.start_progress_thread()
+
+    def set_generation(self, generation: int) -> None:
+        self.segment.generation = generation
 
     def let_callers_sleep(self) -> None:
         self.segment.let_callers_sleep()

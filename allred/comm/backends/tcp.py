@@ -11,7 +11,6 @@ the sum over the hosts has an order that depends on the position in the array.
 import itertools
 import mmap
 import socket
-from typing import Any
 
 import numpy as np
 
@@ -22,6 +21,7 @@ from allred.comm.backends import connections
 from allred.comm.backends.backend import Backend, SingleBackend
 from allred.comm.backends.segment import share
 from allred.comm.backends.shm import CHUNK_BYTES, ShmBackend
+from allred.comm.bootstrap import Bootstrap
 from allred.comm.ops import ReduceOp, narrow, widen
 from allred.comm.work import Steps
 from allred.errors import AllredError, RemoteRankError
@@ -33,7 +33,7 @@ _NARROW_COUNT = 2**20  # elements that are sent as 16-bit floats at a time
 
 
 class TcpBackend(ShmBackend):
-    """All ranks of `comm`, which the backend owns.
+    """All ranks of `origin`, which the backend owns.
 
     hosts: the ranks of each host, in order. node: the backend of the ranks of this host, which it owns too. memory,
     windows: shared by the ranks of this host. sockets: to the rank with the same local number, by host. names: of the
@@ -44,7 +44,7 @@ class TcpBackend(ShmBackend):
 
     def __init__(
         self,
-        comm: Any,
+        origin: Bootstrap,
         hosts: list[list[int]],
         node: Backend,
         memory: mmap.mmap,
@@ -52,8 +52,8 @@ class TcpBackend(ShmBackend):
         sockets: dict[int, socket.socket],
         names: list[str],
     ) -> None:
-        super().__init__(node.rank, node.size, memory, comm)
-        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        super().__init__(node.rank, node.size, memory, origin)
+        self.rank, self.size = origin.rank, origin.size
         self._hosts, self._node, self._windows, self._sockets, self._names = hosts, node, windows, sockets, names
         self._here = next(index for index, ranks in enumerate(hosts) if self.rank in ranks)
         self._slices = min(map(len, hosts))
@@ -208,35 +208,37 @@ class TcpBackend(ShmBackend):
         yield from self._node.allgather(data[start:stop].copy(), data, sizes)
 
 
-def connect(comm: Any, nodes: list[int], memory: mmap.mmap | None, network: str, timeout_s: float) -> TcpBackend | str:
-    """Make the backend of all ranks of `comm`, which it owns; or return why some of them cannot connect, and what to do
+def connect(
+    ranks: Bootstrap, nodes: list[int], memory: mmap.mmap | None, network: str, timeout_s: float
+) -> TcpBackend | str:
+    """Make the backend of all `ranks`, which it owns; or return why some of them cannot connect, and what to do
     about it: the same text on all ranks. Collective and blocking.
 
     nodes: the node of each rank. memory: for the operations within this node, see `segment_memory`; None if it has one
     rank. network, timeout_s: the settings of these names.
     """
     hosts = [[rank for rank, node in enumerate(nodes) if node == name] for name in dict.fromkeys(nodes)]
-    groups = [list(ranks) for ranks in zip(*hosts, strict=False)]
-    sockets, problem = connections.connect(comm, groups, network, timeout_s)
+    groups = [list(group) for group in zip(*hosts, strict=False)]
+    sockets, problem = connections.connect(ranks, groups, network, timeout_s)
     if problem:
         return f"{problem}; set ALLRED_NETWORK to the interface between the hosts, or ALLRED_TRANSPORT=mpi"
-    here = next(index for index, ranks in enumerate(hosts) if comm.Get_rank() in ranks)
-    size, local = len(hosts[here]), hosts[here].index(comm.Get_rank())
-    shared = comm.Split(here, comm.Get_rank())
+    here = next(index for index, members in enumerate(hosts) if ranks.rank in members)
+    size, local = len(hosts[here]), hosts[here].index(ranks.rank)
+    of_host = ranks.subset(hosts[here])
     segment, windows = (
-        mmap.mmap(-1, nbytes) if size == 1 else share(shared, nbytes)
-        for nbytes in (segment_bytes(size, CHUNK_BYTES), network_bytes(size, comm.Get_size(), window_bytes(hosts)))
+        mmap.mmap(-1, nbytes) if size == 1 else share(of_host, nbytes)
+        for nbytes in (segment_bytes(size, CHUNK_BYTES), network_bytes(size, ranks.size, window_bytes(hosts)))
     )
-    shared.Free()
-    if not all(comm.allgather(segment is not None and windows is not None)):
+    of_host.close()
+    if not all(ranks.allgather_object(segment is not None and windows is not None)):
         return "a node has too little shared memory for ALLRED_TRANSPORT=tcp; use ALLRED_TRANSPORT=mpi"
     assert segment is not None
     assert windows is not None
     node = SingleBackend() if memory is None else ShmBackend(local, size, memory)
-    of_rank = {rank: index for index, ranks in enumerate(hosts) for rank in ranks}
+    of_rank = {rank: index for index, members in enumerate(hosts) for rank in members}
     by_host = {of_rank[rank]: one for rank, one in sockets.items()}
-    names = comm.allgather(socket.gethostname())
-    return TcpBackend(comm, hosts, node, segment, windows, by_host, [names[ranks[0]] for ranks in hosts])
+    names = ranks.allgather_object(socket.gethostname())
+    return TcpBackend(ranks, hosts, node, segment, windows, by_host, [names[members[0]] for members in hosts])
 
 
 def window_bytes(hosts: list[list[int]]) -> int:

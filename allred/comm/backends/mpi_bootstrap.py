@@ -1,0 +1,51 @@
+"""Forms communicators by MPI: the ranks that a launcher started."""
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+from mpi4py import MPI
+
+from allred.comm.bootstrap import Bootstrap
+from allred.comm.work import Polled, Steps
+
+
+class MpiBootstrap(Bootstrap):
+    """All ranks of `comm`, which it owns."""
+
+    mpi: MPI.Intracomm
+
+    def __init__(self, comm: MPI.Intracomm, launcher_ends_job: bool = True) -> None:
+        super().__init__(comm.Get_rank(), comm.Get_size())
+        self.mpi, self.launcher_ends_job = comm, launcher_ends_job
+
+    def allgather(self, mine: bytes) -> list[bytes]:
+        return self.mpi.allgather(mine)
+
+    def subset(self, ranks: Sequence[int]) -> "MpiBootstrap":
+        comm = self.mpi.Create_group(self.mpi.Get_group().Incl(list(ranks)))
+        assert isinstance(comm, MPI.Intracomm)
+        return MpiBootstrap(comm, self.launcher_ends_job)
+
+    def assemble(self, ranks: Sequence[int], title: str) -> Steps[None]:
+        # MPI itself would wait in C, without a time limit.
+        tag = zlib.crc32(title.encode()) % 2**15
+        word = np.zeros(1, np.uint8)
+        first, *others = ranks
+        if self.rank != first:
+            yield Polled(self.mpi.Isend(word, first, tag).Test)
+            yield Polled(self.mpi.Irecv(word, first, tag).Test, waits_for_peers=True)
+            return
+        for other in others:
+            yield Polled(self.mpi.Irecv(word, other, tag).Test, waits_for_peers=True)
+        for other in others:
+            yield Polled(self.mpi.Isend(word, other, tag).Test)
+
+    def lowest_rank_here(self) -> int:
+        node = self.mpi.Split_type(MPI.COMM_TYPE_SHARED)  # MPI has no nonblocking form of it
+        lowest = node.allreduce(self.rank, op=MPI.MIN)
+        node.Free()
+        return int(lowest)
+
+    def close(self) -> None:
+        self.mpi.Free()

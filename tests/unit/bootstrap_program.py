@@ -1,0 +1,76 @@
+"""Forms worlds without MPI, as one task of a rendezvous; started by test_bootstrap.py.
+
+Usage: bootstrap_program.py TASK DIES PORTS...; DIES: the task that ends before it takes part in an exchange, or -1
+"""
+
+import dataclasses
+import sys
+
+import numpy as np
+
+import allred
+from allred import native, numbering, world
+from allred.comm.bootstrap import Bootstrap
+from allred.comm.create import create
+from allred.comm.process_set import PROCESS_SETS, ProcessSets
+from allred.comm.select import TransportFacts, plan
+from allred.config import Config
+from allred.launch.rendezvous_bootstrap import RendezvousBootstrap, RendezvousConnection
+from allred.launch.rendezvous_client import rendezvous
+from allred.world import World
+
+
+def enter(ranks: Bootstrap, nodes: list[int], generation: int) -> None:
+    """Form a world of all ranks. nodes: of each rank."""
+    config = dataclasses.replace(Config(), timeout_s=30.0, network="127.0.0.1", watcher=False)
+    facts = [TransportFacts(node, has_mpi=False, has_kernels=native.available) for node in nodes]
+    communicator, facts = create(ranks, facts, config)
+    communicator.generation = generation
+    here = World(numbering.number(nodes, ranks.rank), communicator, config, "; ".join(plan(facts, config).reasons))
+    world.install(here)
+    PROCESS_SETS.set(here, ProcessSets(ranks, communicator, 0, communicator, facts, config))
+    here.queues.add(communicator.queue)
+
+
+def leave() -> None:
+    here = world.current()
+    PROCESS_SETS.of(here).close()
+    here.communicator.close()
+    world.install(None)
+
+
+def train() -> float:
+    rank, size = allred.rank(), allred.size()
+    assert float(allred.allreduce(rank, allred.Sum)) == size * (size - 1) / 2
+    large = np.full(1_000_000, rank, np.float32)
+    assert (allred.allreduce(large, allred.Max) == size - 1).all()
+    assert allred.broadcast_object({"of": rank}, root=1) == {"of": 1}
+    ends = allred.ProcessSet([0, 2])
+    if ends.included():
+        assert allred.allgather(np.array([rank]), process_set=ends).tolist() == [0, 2]
+    w = np.zeros(5)
+    opt = allred.distributed(allred.optim.SGD(lr=1.0))
+    for _ in range(10):
+        opt.step([w], [np.full(5, float(rank))])
+    return float(w[0])
+
+
+def main() -> None:
+    task, dies, *ports = (int(word) for word in sys.argv[1:])
+    addresses = {f"task {number}": f"127.0.0.1:{port}" for number, port in enumerate(ports)}
+    joined = rendezvous(addresses, f"task {task}", "", 60.0, "none")
+    if task == dies:
+        return
+    connection = RendezvousConnection(joined, 30.0)
+    ranks = RendezvousBootstrap(connection)
+    assert ranks.lowest_rank_here() == 0
+    assert ranks.broadcast_object(task, root=2) == 2
+    for generation, nodes in enumerate(([0, 0, 0], [0, 0, 1], [0, 1, 2]), 1):
+        enter(ranks, nodes, generation)
+        print(world.current().communicator.name, train(), flush=True)
+        leave()
+    assert "mpi4py" not in sys.modules
+    connection.close()
+
+
+main()
