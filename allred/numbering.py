@@ -30,6 +30,10 @@ class Numbering:
     leader: int
     servers: int
 
+    @property
+    def clients(self) -> int:
+        return self.world_size - self.size - self.servers
+
 
 def number(nodes: list[int], rank: int, servers: int = 0, clients: int = 0) -> Numbering:
     """Return the numbers of world rank `rank`. nodes: the node of each rank, any numbers.

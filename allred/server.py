@@ -91,7 +91,9 @@ class Server:
             from allred.modes import ps_join  # imports MPI
 
             return ps_join.join()
-        if (group := world.current().client_group) is not None:
+        from allred.client.call import CLIENT_GROUP
+
+        if (group := CLIENT_GROUP.of(world.current())) is not None:
             if group.is_client:
                 raise InputError("server.join() is for servers and workers, and waits for clients; this is a client")
             from allred.client import rpc  # imports MPI

@@ -324,9 +324,9 @@ def _connect_servers_and_clients(
         if rank in workers:
             atexit.register(_leave_servers)
     if plan.clients:
-        from allred.client.call import ClientGroup
+        from allred.client.call import CLIENT_GROUP, ClientGroup
 
-        here.client_group = ClientGroup(duplicate.Dup(), rank, cluster.tasks, plan.clients, plan.config)
+        CLIENT_GROUP.set(here, ClientGroup(duplicate.Dup(), rank, cluster.tasks, plan.clients, plan.config))
         if rank >= workers.stop:
             atexit.register(_leave_workers)
 
@@ -345,7 +345,7 @@ def _banner(here: World, library: str) -> str:
 
     shape, config = here.topology, here.config
     ranks, servers = count(shape.size, "rank"), shape.servers
-    clients = shape.world_size - shape.size - servers
+    clients = shape.clients
     if servers or clients:
         ranks = count(shape.size, "worker")
         ranks += f", {count(servers, 'parameter server')}" * (servers > 0)
@@ -400,7 +400,11 @@ def _leave_servers() -> None:
 def _leave_workers() -> None:
     """At the end of a client: the workers return from Server.join()."""
     here = world.current_or_none()
-    group = None if here is None else here.client_group
+    if here is None or not here.topology.clients:
+        return
+    from allred.client.call import CLIENT_GROUP
+
+    group = CLIENT_GROUP.of(here)
     if group is not None and group.is_client and os.getpid() == group.process and not status_at_exit():
         from allred.client.rpc import Dispatcher  # imports MPI
 

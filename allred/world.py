@@ -30,7 +30,6 @@ class World:
     class is above this module: `functions.current()` returns it with its type. reason: why its backend was selected.
     workers_job: the name of the workers' job. cores: this rank's share of the cores of its node.
     watcher: the connection to the watcher; None without one. in_cluster: whether allred.Server() made this world.
-    client_group: the `client.call.ClientGroup` of a cluster with clients; None without clients.
     queues: the `WorkQueue`s that make progress in every wait of this rank.
     failure: the error of another rank, to be raised here (testing.threads; between processes the watcher has it).
     counters: of the steps of this rank, for monitors. slots: see `Slot`.
@@ -46,7 +45,6 @@ class World:
     cores: int = 1
     watcher: "WatcherClient | None" = None
     in_cluster: bool = False
-    client_group: Any = None
     queues: WeakSet[Any] = dataclasses.field(default_factory=WeakSet)
     failure: AllredError | None = None
     counters: Counters = dataclasses.field(default_factory=Counters)

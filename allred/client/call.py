@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Sequence
 from typing import Any
 
+from allred import world
 from allred.cluster.device import Place
 from allred.errors import InputError
 
@@ -49,6 +50,9 @@ class ClientGroup:
     @property
     def name(self) -> str:
         return self.tasks[self.rank]
+
+
+CLIENT_GROUP = world.Slot[ClientGroup | None](lambda: None)  # None in a cluster without clients
 
 
 class Call:

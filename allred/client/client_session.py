@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from allred import world
-from allred.client.call import Call, ClientGroup
+from allred.client.call import CLIENT_GROUP, Call, ClientGroup
 from allred.cluster import device, topology
 from allred.cluster.device import Place
 from allred.cluster.spec import SERVERS
@@ -113,7 +113,7 @@ class ClientSession:
             place = dataclasses.replace(place, unit="cpu:0")
         if place.task_name == here:
             return place, None
-        group = world.current().client_group
+        group = CLIENT_GROUP.of(world.current())
         if group is None or not group.is_client:
             raise InputError(
                 f"session.run: {here} cannot run a function on {place.task_name}; only a task of job 'client' can: "

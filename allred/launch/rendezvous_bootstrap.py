@@ -92,7 +92,7 @@ class RendezvousConnection:
         self._channel.close()
 
     def _receive(self, limit_s: float) -> None:
-        ready, _, _ = select.select([self._channel.connection, self._lifeline], [], [], limit_s)
+        ready, _, _ = select.select([self._channel.connection.fileno(), self._lifeline], [], [], limit_s)
         if self._lifeline in ready:
             text = os.read(self._lifeline, 4096).decode(errors="replace").strip()
             raise AllredError(text or "the rendezvous process of the job has ended")
