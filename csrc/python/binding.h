@@ -9,6 +9,8 @@
 
 #include <Python.h>
 
+#include <structmember.h>
+
 #define ALLRED_SPIN_WAIT_NS 1000000 /* how long spin_wait() waits without progress */
 
 /* An entry of a method table for any calling convention; a read-only attribute. */

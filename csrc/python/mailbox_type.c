@@ -287,14 +287,6 @@ static PyObject *reply(Mailbox *self, void *unused) {
   return PyBytes_FromStringAndSize(self->request.reply.record, (Py_ssize_t)self->request.reply.bytes);
 }
 
-static PyObject *progress_count(Mailbox *self, void *unused) {
-  return PyLong_FromUnsignedLongLong(self->request.progress_count);
-}
-
-static PyObject *get_referenced(Mailbox *self, void *unused) {
-  return PyLong_FromUnsignedLongLong(self->request.referenced);
-}
-
 static PyObject *get_pending(Mailbox *self, void *unused) { return PyBool_FromLong(pending(self)); }
 
 static PyObject *waits_for_peers(Mailbox *self, void *unused) { Py_RETURN_FALSE; }
@@ -317,10 +309,14 @@ static PyMethodDef methods[] = {
     METHOD("close", close_mailbox, METH_NOARGS, "Close the mailbox for both sides, and release the memory."),
     {NULL, NULL, 0, NULL}};
 
+static PyMemberDef members[] = {
+    {"progress_count", T_ULONGLONG, offsetof(Mailbox, request.progress_count), READONLY, "of the worker's request"},
+    {"referenced", T_ULONGLONG, offsetof(Mailbox, request.referenced), READONLY,
+     "bytes of gradients that the server has read from the arena"},
+    {NULL, 0, 0, 0, NULL}};
+
 static PyGetSetDef attributes[] = {
     ATTRIBUTE("reply", reply, "the record with which the server ended the request"),
-    ATTRIBUTE("progress_count", progress_count, "steps of the worker in this request"),
-    ATTRIBUTE("referenced", get_referenced, "bytes of gradients that the server has read from the arena"),
     ATTRIBUTE("pending", get_pending, "whether the worker's request is pending"),
     ATTRIBUTE("waits_for_peers", waits_for_peers, "False: a request waits for no other worker"),
     ATTRIBUTE("read", allred_python_mailbox_read, "cells of the last request that the worker has copied"),
@@ -333,6 +329,7 @@ static PyType_Slot slots[] = {
     {Py_tp_init, construct},
     {Py_tp_dealloc, destruct},
     {Py_tp_methods, methods},
+    {Py_tp_members, members},
     {Py_tp_getset, attributes},
     {0, NULL}};
 

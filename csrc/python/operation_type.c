@@ -132,12 +132,6 @@ static PyObject *get_nonfinite(Operation *self, void *unused) {
   return PyLong_FromLong((long)self->operation.nonfinite - 1);
 }
 
-static PyObject *get_samples(Operation *self, void *unused) {
-  return PyLong_FromUnsignedLongLong(self->operation.samples);
-}
-
-static PyObject *get_waited_ns(Operation *self, void *unused) { return PyLong_FromLongLong(self->operation.waited_ns); }
-
 static PyObject *get_progress_count(Operation *self, void *unused) {
   return PyLong_FromUnsignedLongLong(progress_of(self));
 }
@@ -170,12 +164,15 @@ static PyMethodDef methods[] = {
     METHOD("headers", headers, METH_NOARGS, "Return the headers of all ranks."),
     {NULL, NULL, 0, NULL}};
 
+static PyMemberDef members[] = {
+    {"samples", T_ULONGLONG, offsetof(Operation, operation.samples), READONLY, "of all ranks in a step"},
+    {"waited_ns", T_LONGLONG, offsetof(Operation, operation.waited_ns), READONLY, "for the headers of other ranks"},
+    {NULL, 0, 0, 0, NULL}};
+
 static PyGetSetDef attributes[] = {
     ATTRIBUTE("headers_agree", get_headers_agree, "False if the headers of the ranks differ"),
     ATTRIBUTE("progress_count", get_progress_count, "steps taken"),
     ATTRIBUTE("nonfinite", get_nonfinite, "position of the first array that was not finite, or -1"),
-    ATTRIBUTE("samples", get_samples, "samples of all ranks in a step"),
-    ATTRIBUTE("waited_ns", get_waited_ns, "for the headers of other ranks in a step"),
     ATTRIBUTE("waits_for_peers", get_waits_for_peers, "whether some ranks have not begun the operation"),
     ATTRIBUTE("needs_all_ranks", get_needs_all_ranks, "whether it cannot complete if a rank has ended"),
     {NULL, NULL, NULL, NULL, NULL}};
@@ -183,6 +180,7 @@ static PyGetSetDef attributes[] = {
 static PyType_Slot slots[] = {{Py_tp_doc, "A pending operation, made by Segment."},
                               {Py_tp_dealloc, destruct},
                               {Py_tp_methods, methods},
+                              {Py_tp_members, members},
                               {Py_tp_getset, attributes},
                               {0, NULL}};
 

@@ -16,41 +16,7 @@ static PyObject *headers(Segment *self, PyObject *unused) {
   return allred_headers(self, self->segment.operation);
 }
 
-static PyObject *get_number(Segment *self, void *unused) {
-  return PyLong_FromUnsignedLongLong(self->segment.operation);
-}
-
-static PyObject *get_sent(Segment *self, void *unused) { return PyLong_FromUnsignedLongLong(self->segment.sent); }
-
-static int set_sent(Segment *self, PyObject *value, void *unused) {
-  const uint64_t sent = PyLong_AsUnsignedLongLong(value);
-  if (PyErr_Occurred()) return -1;
-  self->segment.sent = sent;
-  return 0;
-}
-
-static PyObject *get_generation(Segment *self, void *unused) { return PyLong_FromUnsignedLongLong(self->generation); }
-
-static int set_generation(Segment *self, PyObject *value, void *unused) {
-  const uint64_t generation = PyLong_AsUnsignedLongLong(value);
-  if (PyErr_Occurred()) return -1;
-  self->generation = generation;
-  return 0;
-}
-
 static PyObject *get_nonfinite(Segment *self, void *unused) { return PyLong_FromLong((long)self->nonfinite - 1); }
-
-static PyObject *get_waited_ns(Segment *self, void *unused) { return PyLong_FromLongLong(self->waited_ns); }
-
-static PyObject *get_samples(Segment *self, void *unused) { return PyLong_FromUnsignedLongLong(self->samples); }
-
-static PyObject *get_read_in_place(Segment *self, void *unused) {
-  return PyLong_FromUnsignedLongLong(self->segment.read_in_place);
-}
-
-static PyObject *get_in_place(Segment *self, void *unused) {
-  return PyLong_FromUnsignedLongLong(self->segment.in_place);
-}
 
 static PyObject *get_pending(Segment *self, void *unused) { return PyBool_FromLong(!allred_queue_idle(&self->queue)); }
 
@@ -306,16 +272,20 @@ static PyMethodDef methods[] = {
     METHOD("close", close_segment, METH_NOARGS, "Release the memory."),
     {NULL, NULL, 0, NULL}};
 
+static PyMemberDef members[] = {
+    {"number", T_ULONGLONG, offsetof(Segment, segment.operation), READONLY, "of the last operation, from 1"},
+    {"sent", T_ULONGLONG, offsetof(Segment, segment.sent), 0, "bytes that this rank has written for allreduces"},
+    {"generation", T_ULONGLONG, offsetof(Segment, generation), 0, "of the world, in the headers of the fast path"},
+    {"samples", T_ULONGLONG, offsetof(Segment, samples), READONLY, "of all ranks in the last step"},
+    {"waited_ns", T_LONGLONG, offsetof(Segment, waited_ns), READONLY,
+     "for the headers of other ranks in the last step"},
+    {"in_place", T_ULONGLONG, offsetof(Segment, segment.in_place), READONLY, "bytes of arrays reduced in place"},
+    {"read_in_place", T_ULONGLONG, offsetof(Segment, segment.read_in_place), READONLY,
+     "bytes that this rank has read from arenas, except by allreduces"},
+    {NULL, 0, 0, 0, NULL}};
+
 static PyGetSetDef attributes[] = {
-    ATTRIBUTE("number", get_number, "number of the last operation that was begun, from 1"),
-    {"sent", (getter)get_sent, (setter)set_sent, "bytes that this rank has written for allreduces", NULL},
-    {"generation", (getter)get_generation, (setter)set_generation, "of the world, in the headers of the fast path",
-     NULL},
     ATTRIBUTE("nonfinite", get_nonfinite, "position of the first array that was not finite, or -1"),
-    ATTRIBUTE("samples", get_samples, "samples of all ranks in the last step"),
-    ATTRIBUTE("waited_ns", get_waited_ns, "for the headers of other ranks in the last step"),
-    ATTRIBUTE("in_place", get_in_place, "bytes of arrays of this rank that were reduced in place"),
-    ATTRIBUTE("read_in_place", get_read_in_place, "bytes that this rank has read from arenas, except by allreduces"),
     ATTRIBUTE("outside", allred_segment_get_outside, "by rank: (arrays, bytes) that its arena lacked"),
     ATTRIBUTE("lost_host", allred_segment_get_lost_host, "the first host whose connection was lost, or -1"),
     ATTRIBUTE("pending", get_pending, "whether an operation is pending"),
@@ -327,6 +297,7 @@ static PyType_Slot slots[] = {
     {Py_tp_init, construct},
     {Py_tp_dealloc, destruct},
     {Py_tp_methods, methods},
+    {Py_tp_members, members},
     {Py_tp_getset, attributes},
     {0, NULL}};
 
