@@ -14,7 +14,7 @@ from allred.comm.group import T
 from allred.comm.select import TransportFacts, memory_nodes, plan
 from allred.comm.work import Steps, Work, WorkQueue
 from allred.config import Config
-from allred.errors import InputError
+from allred.errors import ConfigError, InputError
 from allred.gpu import streams
 from allred.gpu.launch_order import LaunchTurn
 from allred.gpu.streams import Device
@@ -34,7 +34,7 @@ def create(ranks: Bootstrap, facts: list[TransportFacts], config: Config) -> tup
     """Make the communicator of host arrays that `plan` chooses, which owns `ranks`. Return it, and the facts, which the
     attempt completes. Collective and blocking.
 
-    Raises ConfigError, the same on all ranks, if `plan` does.
+    Raises ConfigError, the same on all ranks, if `plan` does, or if hosts cannot connect by TCP.
     """
     memory, arenas = None, None
     if plan(facts, config).within == "shm":
@@ -51,7 +51,7 @@ def create(ranks: Bootstrap, facts: list[TransportFacts], config: Config) -> tup
 
         backend = tcp.connect(ranks, nodes, memory, config.network, config.timeout_s)
         if isinstance(backend, str):
-            return create(ranks, [dataclasses.replace(each, tcp_problem=backend) for each in facts], config)
+            raise ConfigError(backend)
         return Communicator(backend, config.timeout_s), facts
     from allred.comm.backends.shm import ShmBackend
 

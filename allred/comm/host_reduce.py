@@ -92,21 +92,9 @@ class HostReductions(Group):
         begun = None if target is None else fast.start_allreduce(value, target, op, name, wire)
         if begun is None or target is None:
             return (yield from self.announcing("allreduce", name, self._general_allreduce(value, in_place, *reduction)))
-        given = Reduction("allreduce", [value], [target], *reduction)
-        work.described = given.descriptor, lambda: fast.number
-        yield begun
-        if begun.headers_agree:
-            self._active, work.ranks = None, self.size
-        else:
-            yield from self._repeat(given)
+        yield from self._complete(begun, Reduction("allreduce", [value], [target], *reduction))
+        work.ranks = self.active.size
         return target
-
-    def _repeat(self, reduction: Reduction) -> Steps[None]:
-        """Reduce contiguous arrays after headers differ, if the reason is that some ranks have joined."""
-        group, _ = yield from self._resolve(reduction.descriptor())
-        assert self.queue.advancing is not None
-        self.queue.advancing.ranks = group.size
-        yield from reduction.move(group, [arrays.flat(target) for target in reduction.targets])
 
     def allreduce_blocking(
         self, value: Any, in_place: bool, op: ReduceOp, name: str, compression: Compression = _NONE
@@ -124,7 +112,7 @@ class HostReductions(Group):
                     if begun is True:
                         return target
                     if begun is not None:
-                        self._complete(begun, Reduction("allreduce", [value], [target], op, name, compression))
+                        self._wait(begun, Reduction("allreduce", [value], [target], op, name, compression))
                         return target
                 except BaseException as error:
                     self._poison_if_pending(error)
@@ -201,7 +189,7 @@ class HostReductions(Group):
                         reduction = Reduction(
                             "grouped_allreduce", group, targets, op, name, compression, checks_finite, weight
                         )
-                        self._complete(begun, reduction)
+                        self._wait(begun, reduction)
                         return targets
                 except BaseException as error:
                     self._poison_if_pending(error)
@@ -252,16 +240,16 @@ class HostReductions(Group):
         if not isinstance(error, AllredError) and self.fast_path is not None and self.fast_path.pending:
             self.queue.poison(f"an allreduce was cut short by {type(error).__name__}")
 
-    def _complete(self, operation: "CheckedOperation", reduction: Reduction) -> None:
-        """Wait for an allreduce of contiguous arrays that the fast path began; repeat it if some ranks have joined."""
-
-        def steps() -> Steps[None]:
-            group = yield from self.finish(operation, reduction.descriptor)
+    def _complete(self, operation: "CheckedOperation", reduction: Reduction) -> Steps[None]:
+        """Complete an allreduce of contiguous arrays that the fast path began; repeat it if some ranks have joined."""
+        group = yield from self.finish(operation, reduction.descriptor)
+        if reduction.checks_finite:
             self.nonfinite = operation.nonfinite
-            if group is not self:
-                yield from reduction.move(group, [arrays.flat(target) for target in reduction.targets])
+        if group is not self:
+            yield from reduction.move(group, [arrays.flat(target) for target in reduction.targets])
 
-        self.queue.start(f"{reduction.kind}{quoted(reduction.name)}", steps()).wait()
+    def _wait(self, operation: "CheckedOperation", reduction: Reduction) -> None:
+        self.queue.start(f"{reduction.kind}{quoted(reduction.name)}", self._complete(operation, reduction)).wait()
 
     def _reduce(self, reduction: Reduction) -> Steps[None]:
         descriptor, (_, sources, targets, op, _, compression, checks_finite, _) = reduction.descriptor(), reduction

@@ -3,7 +3,7 @@
     facts -> plan -> Choice -> create.py tries it -> the facts of the attempt, of all ranks -> plan -> ...
 
 Pure: the same facts and settings give the same choice, or the same ConfigError, on every rank. An attempt that fails
-(shared memory that cannot be mapped, TCP that cannot connect, a GPU that cannot be used) is a fact like the others.
+(shared memory that cannot be mapped, a GPU that cannot be used) is a fact like the others.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from allred.gpu.streams import NO_GPUS, VisibleGpus, binding_error
 
 @dataclasses.dataclass(frozen=True)
 class TransportFacts:
-    """The facts about one rank. The last three are known after an attempt."""
+    """The facts about one rank. The last two are known after an attempt."""
 
     node: int = 0
     has_mpi: bool = True
@@ -24,7 +24,6 @@ class TransportFacts:
     fabric: str = ""  # a network device of its host that MPI drives without TCP
     gpus: VisibleGpus = NO_GPUS
     shares_memory: bool = True  # with the other ranks of its node
-    tcp_problem: str = ""  # why it cannot use TCP, and what to do about it
     gpu_problem: str = ""  # the error of cupy or NCCL on its GPU
 
 
@@ -91,8 +90,6 @@ def _between(facts: Sequence[TransportFacts], config: Config, lacking: str) -> t
     fabric = next((each.fabric for each in facts if each.fabric and wanted == "auto"), "")
     if lacks or fabric:
         return "mpi", f"MPI between nodes: {lacks or fabric}"
-    if wanted != "mpi" and (problem := next((each.tcp_problem for each in facts if each.tcp_problem), "")):
-        raise ConfigError(problem)
     if wanted == "auto":
         return "tcp", "TCP between nodes: no InfiniBand, EFA or Slingshot"
     return wanted, f"{wanted.upper()} between nodes, as requested"

@@ -170,8 +170,6 @@ def test_without_gpus_there_is_no_message(gpus, backend):
             "ALLRED_TRANSPORT=tcp needs the C extension, but rank 1 lacks the C extension (python -m allred.native "
             "shows the reason); or use ALLRED_TRANSPORT=mpi",
         ),
-        (ranks("01", {1: {"tcp_problem": "refused; use mpi"}}), {}, "refused; use mpi"),
-        (ranks("01", {1: {"tcp_problem": "refused; use mpi"}}), {"transport": "tcp"}, "refused; use mpi"),
     ],
 )
 def test_settings_that_cannot_be_used(facts, settings, error):
