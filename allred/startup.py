@@ -166,29 +166,30 @@ class _Decisions:
 
 
 def _join_ranks(comm: Any, settings: dict[str, Any] | str, cluster: Cluster, in_cluster: bool) -> None:
-    origin, library = _start_mpi(comm, cluster.lifeline)
-    control = on_mpi(origin, Config.timeout_s)
-    host = origin.lowest_rank_here()
+    bootstrap, library = _start_mpi(comm, cluster.lifeline)
+    control = on_mpi(bootstrap, Config.timeout_s)
+    host = bootstrap.lowest_rank_here()
     may_use_gpus = isinstance(settings, dict) and settings.get("backend", "auto") in ("auto", "nccl")
     gpus = streams.visible_gpus() if may_use_gpus else streams.NO_GPUS
     own_mpirun = library.startswith("Open MPI") and not runner_link.address()  # `allred run` passes the hosts itself
-    ignored = mpi.ignored_host_file(origin.size) if own_mpirun else ""
-    transport = TransportFacts(host, origin.mpi is not None, native.available, topology.fabric(), gpus)
+    ignored = mpi.ignored_host_file(bootstrap.size) if own_mpirun else ""
+    transport = TransportFacts(host, bootstrap.mpi is not None, native.available, topology.fabric(), gpus)
     mine = _Facts(settings, host, processors.own_cores(), transport, ignored, world.last_generation)
     facts: list[_Facts] = control.allgather_object(mine).wait()
+    bootstrap.generation = control.generation = 1 + max(each.generation for each in facts)
     try:
         plan = _plan(facts, cluster)
         if isinstance(settings, dict) and "network" in settings:  # may differ between hosts
             plan = dataclasses.replace(plan, config=dataclasses.replace(plan.config, network=settings["network"]))
-        recording.start(plan.config.timeline, control, origin.mpi, plan.workers)
+        recording.start(plan.config.timeline, control, bootstrap.mpi, plan.workers)
     except (ConfigError, InputError):
         control.close()
         raise
-    here = _world(plan, facts, control, origin, cluster)
+    here = _world(plan, facts, control, bootstrap, cluster)
     here.in_cluster = in_cluster
     world.install(here)
-    _connect_servers_and_clients(here, plan, control, origin.mpi, cluster)
-    _start_watchers(plan, facts, control, origin)
+    _connect_servers_and_clients(here, plan, control, bootstrap.mpi, cluster)
+    _start_watchers(plan, facts, control, bootstrap)
     log.info(_banner(here, library))
     if oversubscription := processors.oversubscription([each.cores for each in facts], [each.host for each in facts]):
         log.info(f"warning: {oversubscription}")
@@ -251,11 +252,13 @@ def _servers(config: Config, ranks: int) -> int:
     return config.num_ps
 
 
-def _world(plan: _Decisions, facts: list[_Facts], control: Communicator, origin: Bootstrap, cluster: Cluster) -> World:
+def _world(
+    plan: _Decisions, facts: list[_Facts], control: Communicator, bootstrap: Bootstrap, cluster: Cluster
+) -> World:
     """Create the communicators of this rank, and its World. Collective."""
     config, rank, workers = plan.config, control.rank, plan.workers
     if rank in workers:
-        communicator, of_workers = _communicator(plan, control, origin)
+        communicator, of_workers = _communicator(plan, control, bootstrap)
     else:
         communicator, of_workers = NoCollectives(config.timeout_s, is_client=rank >= workers.stop), plan.facts
         arena.disable("this rank reduces no gradients")
@@ -266,7 +269,6 @@ def _world(plan: _Decisions, facts: list[_Facts], control: Communicator, origin:
         arena.enable(config.arena, plan.nodes.count(plan.nodes[rank]))
     communicator.queue.timeout_s = control.queue.timeout_s = config.timeout_s
     communicator.checks_places = config.check == "full"
-    communicator.generation = control.generation = 1 + max(each.generation for each in facts)
     recording.attach(communicator, "all ranks")
     if rank in workers:
         of_workers = add_devices(communicator, of_workers, config)
@@ -279,15 +281,15 @@ def _world(plan: _Decisions, facts: list[_Facts], control: Communicator, origin:
         reason="; ".join(choice.reasons),
         workers_job=cluster.workers_job,
         cores=processors.share(cores, hosts, rank),
-        generation=communicator.generation,
+        generation=bootstrap.generation,
     )
-    PROCESS_SETS.set(here, ProcessSets(origin, control, plan.servers, communicator, plan.facts, of_sets))
+    PROCESS_SETS.set(here, ProcessSets(bootstrap, control, plan.servers, communicator, plan.facts, of_sets))
     here.queues.update((control.queue, communicator.queue))
     return here
 
 
 def _communicator(
-    plan: _Decisions, control: Communicator, origin: Bootstrap
+    plan: _Decisions, control: Communicator, bootstrap: Bootstrap
 ) -> tuple[Communicator, list[TransportFacts]]:
     """Create the communicator of the workers, and their arenas. Collective among them."""
     choice = select.plan(plan.facts, plan.config)
@@ -296,8 +298,7 @@ def _communicator(
         return control, plan.facts
     if choice.backend == "shm":
         arena.enable(plan.config.arena, len(plan.workers))
-    workers = AloneBootstrap() if choice.backend == "single" else origin.subset(plan.workers)
-    communicator, facts = create(workers, plan.facts, plan.config)
+    communicator, facts = create(bootstrap.subset(plan.workers), plan.facts, plan.config)
     if communicator.name != choice.backend:
         arena.disable("no two ranks could share memory")
     return communicator, facts
@@ -331,11 +332,11 @@ def _connect_servers_and_clients(
             atexit.register(_leave_workers)
 
 
-def _start_watchers(plan: _Decisions, facts: list[_Facts], control: Communicator, origin: Bootstrap) -> None:
+def _start_watchers(plan: _Decisions, facts: list[_Facts], control: Communicator, bootstrap: Bootstrap) -> None:
     everyone = numbering.number(plan.nodes, control.rank)
     reach = "network" if len({each.host for each in facts}) > 1 else "host" if everyone.nodes > 1 else ""
     expendable = tuple(plan.workers) if plan.servers else ()
-    watch.start(control, everyone, plan.config, reach, expendable, launcher=origin.launcher_ends_job)
+    watch.start(control, everyone, plan.config, reach, expendable, launcher=bootstrap.launcher_ends_job)
     if plan.servers or plan.clients:
         watch.set_role(topology.role())
 

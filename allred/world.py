@@ -80,7 +80,7 @@ _DEFAULTS = Config()
 
 _world: World | None = None
 _overrides: threading.local | None = None  # `world` of a thread, while testing.threads runs
-last_generation = 0  # of the worlds of this process
+last_generation = 0  # the generation of the last world of this process
 _last_watcher: Any = None  # of a world that was closed after a verdict, which still decides how this process exits
 
 

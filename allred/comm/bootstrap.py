@@ -1,7 +1,7 @@
-"""Forms communicators: the number of each rank, and an exchange of bytes before the ranks have any other connection.
+"""A Bootstrap knows the number of each rank, and exchanges bytes before the ranks have any other connection.
 
-Shared memory and TCP connections are made from a Bootstrap. MPI is one (backends/mpi_bootstrap.py); the rendezvous of
-tasks without a launcher is another (launch/rendezvous_bootstrap.py). Its calls are collective and block.
+Communicators are formed from it. MPI is one (backends/mpi_bootstrap.py); the rendezvous of tasks without a launcher is
+another (launch/rendezvous_bootstrap.py). Its calls are collective and block.
 """
 
 import abc
@@ -18,12 +18,14 @@ class Bootstrap(abc.ABC):
     """Some ranks, in order: this one is number `rank` of `size`.
 
     mpi: their mpi4py communicator, for what only MPI does (backend mpi, messages, parameter servers); None without MPI.
-    launcher_ends_job: whether a launcher ends all ranks when one dies. Else the watchers report deaths, and before they
-    run the Bootstrap itself: its calls raise RemoteRankError.
+    launcher_ends_job: whether a launcher ends all ranks when one dies. If no launcher does, the watchers report deaths.
+    Before the watchers run, a call of the Bootstrap raises AllredError.
+    generation: of the world that is formed.
     """
 
     mpi: Any = None
     launcher_ends_job = True
+    generation = 0
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -33,13 +35,13 @@ class Bootstrap(abc.ABC):
         """Return the bytes of all ranks. They come from other processes of the job, which are trusted."""
 
     @abc.abstractmethod
-    def subset(self, ranks: Sequence[int]) -> "Bootstrap":
-        """Return the Bootstrap of some ranks, in this order. Collective among them."""
+    def subset(self, ranks: Sequence[int], title: str = "") -> "Bootstrap":
+        """Return the Bootstrap of some ranks, in this order. Collective among them. title: as in `assemble`."""
 
     @abc.abstractmethod
     def assemble(self, ranks: Sequence[int], title: str) -> Steps[None]:
         """Wait until all of `ranks` have called this; other operations make progress meanwhile. title: the same on all
-        of them, and different from that of others that they may wait for."""
+        of them. No other group of these ranks that is assembled at the same time has this title."""
 
     @abc.abstractmethod
     def lowest_rank_here(self) -> int:
@@ -59,7 +61,7 @@ class Bootstrap(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Release the resources. Collective."""
+        """Release the resources. Collective: only while all members are alive."""
 
 
 class AloneBootstrap(Bootstrap):
@@ -71,7 +73,7 @@ class AloneBootstrap(Bootstrap):
     def allgather(self, mine: bytes) -> list[bytes]:
         return [mine]
 
-    def subset(self, ranks: Sequence[int]) -> Bootstrap:
+    def subset(self, ranks: Sequence[int], title: str = "") -> Bootstrap:
         return self
 
     def assemble(self, ranks: Sequence[int], title: str) -> Steps[None]:

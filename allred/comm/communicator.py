@@ -222,7 +222,7 @@ class Communicator(HostReductions):
 
         def steps() -> Steps[int | None]:
             problem = next(iter(self.unfinished.values()), "")
-            descriptor = OpDescriptor("join", title="join()", note=first, problem=problem)
+            descriptor = OpDescriptor("join", title="join()", note=first, problem=problem, generation=self.generation)
             if problem:
                 yield from self.agree(descriptor)
             headers = yield from self.backend.exchange(self._announce(descriptor))

@@ -24,6 +24,7 @@ from allred.numbering import number
 def on_mpi(ranks: Bootstrap, timeout_s: float) -> Communicator:
     """Make a communicator on MPI alone, which owns `ranks`; without MPI, of one rank."""
     if ranks.mpi is None:
+        assert ranks.size == 1, "several ranks without MPI"
         return Communicator(SingleBackend(), timeout_s)
     from allred.comm.backends.mpi import MpiBackend  # imports MPI
 
@@ -31,11 +32,22 @@ def on_mpi(ranks: Bootstrap, timeout_s: float) -> Communicator:
 
 
 def create(ranks: Bootstrap, facts: list[TransportFacts], config: Config) -> tuple[Communicator, list[TransportFacts]]:
-    """Make the communicator of host arrays that `plan` chooses, which owns `ranks`. Return it, and the facts, which the
-    attempt completes. Collective and blocking.
+    """Make the communicator of host arrays that `plan` chooses, which owns `ranks`. Return it, and the facts with the
+    results of the attempt. Collective and blocking.
 
-    Raises ConfigError, the same on all ranks, if `plan` does, or if hosts cannot connect by TCP.
+    Raises ConfigError, the same on all ranks, if `plan` does, or if hosts cannot connect by TCP. Then it closes
+    `ranks`.
     """
+    try:
+        communicator, facts = _create(ranks, facts, config)
+    except ConfigError:
+        ranks.close()
+        raise
+    communicator.generation = ranks.generation
+    return communicator, facts
+
+
+def _create(ranks: Bootstrap, facts: list[TransportFacts], config: Config) -> tuple[Communicator, list[TransportFacts]]:
     memory, arenas = None, None
     if plan(facts, config).within == "shm":
         memory, arenas, shared = _share_memory(ranks, [each.node for each in facts])
@@ -49,14 +61,15 @@ def create(ranks: Bootstrap, facts: list[TransportFacts], config: Config) -> tup
     if chosen == "tcp":
         from allred.comm.backends import tcp
 
-        backend = tcp.connect(ranks, nodes, memory, config.network, config.timeout_s)
-        if isinstance(backend, str):
-            raise ConfigError(backend)
-        return Communicator(backend, config.timeout_s), facts
+        return Communicator(
+            tcp.connect(ranks, nodes, memory, config.network, config.timeout_s), config.timeout_s
+        ), facts
     from allred.comm.backends.shm import ShmBackend
 
-    here, origin = number(nodes, ranks.rank), ranks if chosen == "shm" else None
-    node = SingleBackend() if memory is None else ShmBackend(here.local_rank, here.local_size, memory, origin, arenas)
+    here, bootstrap = number(nodes, ranks.rank), ranks if chosen == "shm" else None
+    node = (
+        SingleBackend() if memory is None else ShmBackend(here.local_rank, here.local_size, memory, bootstrap, arenas)
+    )
     if chosen == "shm":
         return Communicator(node, config.timeout_s), facts
     from allred.comm.backends.shm_mpi import ShmMpiBackend

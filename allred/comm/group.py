@@ -241,11 +241,13 @@ class Group:
                 return self, []
             self.queue.begin_again()
             return (yield from self.agree(descriptor))
+        if len({each.generation for each in descriptors}) > 1:
+            raise header.verdict(descriptors, self.ranks)
         if self.make_subgroup is None or any(each.kind == "shutdown" for each in descriptors):
             raise header.verdict(descriptors, self.ranks)
         here = [index for index, each in enumerate(descriptors) if each.kind != "join" or each.problem]
         ranks = [self.ranks[index] for index in here]
-        headers = [descriptors[index].pack(0, descriptors[index].generation) for index in here]
+        headers = [descriptors[index].pack(0) for index in here]
         if not header.agree(headers):
             raise header.verdict([descriptors[index] for index in here], ranks)
         self._active = yield from self.make_subgroup(ranks)

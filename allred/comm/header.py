@@ -183,8 +183,8 @@ def _verdict(calls: list[OpDescriptor], ranks: Sequence[int]) -> AllredError:
     generations = [f"generation {call.generation}" for call in calls]
     if len(set(generations)) > 1:
         return MismatchError(
-            f"ranks are in different generations of the world: {by_rank(generations, ranks)}; some have missed a "
-            "change of the ranks; restart the job"
+            f"ranks are in different generations of the world: {by_rank(generations, ranks)}; some have not "
+            "noticed that the ranks of the job have changed; restart the job"
         )
     problems = {index: call.problem for index, call in enumerate(calls) if call.problem}
     if problems:

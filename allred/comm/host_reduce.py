@@ -112,7 +112,7 @@ class HostReductions(Group):
                     if begun is True:
                         return target
                     if begun is not None:
-                        self._wait(begun, Reduction("allreduce", [value], [target], op, name, compression))
+                        self._complete_now(begun, Reduction("allreduce", [value], [target], op, name, compression))
                         return target
                 except BaseException as error:
                     self._poison_if_pending(error)
@@ -189,7 +189,7 @@ class HostReductions(Group):
                         reduction = Reduction(
                             "grouped_allreduce", group, targets, op, name, compression, checks_finite, weight
                         )
-                        self._wait(begun, reduction)
+                        self._complete_now(begun, reduction)
                         return targets
                 except BaseException as error:
                     self._poison_if_pending(error)
@@ -248,7 +248,8 @@ class HostReductions(Group):
         if group is not self:
             yield from reduction.move(group, [arrays.flat(target) for target in reduction.targets])
 
-    def _wait(self, operation: "CheckedOperation", reduction: Reduction) -> None:
+    def _complete_now(self, operation: "CheckedOperation", reduction: Reduction) -> None:
+        """As `_complete`, before it returns."""
         self.queue.start(f"{reduction.kind}{quoted(reduction.name)}", self._complete(operation, reduction)).wait()
 
     def _reduce(self, reduction: Reduction) -> Steps[None]:

@@ -32,13 +32,13 @@ from allred.errors import InputError
 class ProcessSets:
     """The communicators of the process sets of a world, and what they are created from.
 
-    origin: all ranks. In it the workers come after `servers` servers. control: the communicator of all ranks.
+    bootstrap: all ranks. In it the workers come after `servers` servers. control: the communicator of all ranks.
     everyone: the communicator of all workers, possibly `control`. facts: of each worker. config: with the transport of
     all workers, not auto, if they are on several nodes. made: the communicators by ranks, shared by equal sets; and by
     the keys of `_subgroup`.
     """
 
-    origin: Bootstrap
+    bootstrap: Bootstrap
     control: Communicator
     servers: int
     everyone: Communicator
@@ -53,11 +53,13 @@ class ProcessSets:
         """Create a communicator of these ranks. Collective among them. title: describes them. parent: the communicator
         whose operations it runs; None: it has operations of its own."""
         world_ranks = [rank + self.servers for rank in ranks]
-        yield from self.origin.assemble(world_ranks, title)
+        yield from self.bootstrap.assemble(world_ranks, title)
         config = dataclasses.replace(self.config, timeout_s=self.everyone.queue.timeout_s)
-        communicator, facts = create(self.origin.subset(world_ranks), [self.facts[rank] for rank in ranks], config)
+        communicator, facts = create(
+            self.bootstrap.subset(world_ranks, title), [self.facts[rank] for rank in ranks], config
+        )
         communicator.queue.members, communicator.ranks = world_ranks, ranks
-        communicator.checks_places, communicator.generation = self.everyone.checks_places, self.everyone.generation
+        communicator.checks_places = self.everyone.checks_places
         communicator.make_subgroup = functools.partial(self._subgroup, communicator)
         world.current().queues.add(communicator.queue)
         recording.attach(communicator, title)
@@ -184,10 +186,10 @@ def _current() -> ProcessSets:
 def _translated(comm: Any) -> list[int]:
     """Return the numbers of the members of an mpi4py communicator."""
     base = _current()
-    if base.origin.mpi is None:
+    if base.bootstrap.mpi is None:
         return [0]
     group = comm.Get_group()
-    numbers = group.Translate_ranks(None, base.origin.mpi.Get_group())
+    numbers = group.Translate_ranks(None, base.bootstrap.mpi.Get_group())
     if any(not base.servers <= number < base.servers + len(base.facts) for number in numbers):
         raise InputError(f"ProcessSet({comm!r}): it has members that are not among allred's workers")
     return [number - base.servers for number in numbers]

@@ -9,35 +9,43 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 
+from allred import world
 from allred.comm.bootstrap import Bootstrap
 from allred.comm.work import Polled, Steps
 from allred.errors import AllredError, CollectiveTimeout
 from allred.launch.rendezvous_client import Joined, shared_memory_domain
 from allred.runtime.channel import Channel
 
+_LOOK_S = 0.1  # how often a wait looks whether the watcher has reported a death
+
 
 class RendezvousBootstrap(Bootstrap):
-    """Some tasks of a rendezvous, by default all of them.
+    """Some tasks of a rendezvous. members: their ranks; default: all.
 
-    connection: to the rendezvous process. members: the ranks of the tasks.
-    A call raises AllredError if another task ends before it has reported that it has started, and CollectiveTimeout.
+    A call raises AllredError if another task has ended, and CollectiveTimeout if an exchange takes longer than the
+    limit of the connection. Only one thread may use a connection.
     """
 
     launcher_ends_job = False
 
-    def __init__(self, connection: "RendezvousConnection", members: Sequence[int] = ()) -> None:
-        self._connection, self._members = connection, tuple(members or range(connection.size))
+    def __init__(
+        self, connection: "RendezvousConnection", members: Sequence[int] | None = None, title: str = ""
+    ) -> None:
+        self._connection, self._title = connection, title
+        self._members = tuple(range(connection.size) if members is None else members)
         super().__init__(self._members.index(connection.rank), len(self._members))
 
     def allgather(self, mine: bytes) -> list[bytes]:
-        return self._connection.wait(self._connection.send(self._members, mine))
+        return self._connection.wait(self._begin(self._members, mine, self._title))
 
-    def subset(self, ranks: Sequence[int]) -> "RendezvousBootstrap":
-        return RendezvousBootstrap(self._connection, [self._members[rank] for rank in ranks])
+    def subset(self, ranks: Sequence[int], title: str = "") -> "RendezvousBootstrap":
+        made = RendezvousBootstrap(self._connection, [self._members[rank] for rank in ranks], title)
+        made.generation = self.generation
+        return made
 
     def assemble(self, ranks: Sequence[int], title: str) -> Steps[None]:
-        key = self._connection.send([self._members[rank] for rank in ranks], b"", title)
-        yield Polled(lambda: self._connection.has_all(key), waits_for_peers=True)
+        key = self._begin([self._members[rank] for rank in ranks], b"", title)
+        yield Polled(lambda: self._connection.receive(key), waits_for_peers=True)
         self._connection.wait(key)
 
     def lowest_rank_here(self) -> int:
@@ -45,7 +53,10 @@ class RendezvousBootstrap(Bootstrap):
         return nodes.index(nodes[self.rank])
 
     def close(self) -> None:
-        """Nothing: the connection is closed by its owner."""
+        """Do nothing. The owner of the connection closes it."""
+
+    def _begin(self, members: Sequence[int], value: bytes, title: str) -> str:
+        return self._connection.begin(members, value, f"{self.generation} {title}")
 
 
 class RendezvousConnection:
@@ -55,35 +66,40 @@ class RendezvousConnection:
         self.rank, self.size = joined.rank, joined.size
         self._channel = Channel(socket.socket(fileno=joined.pmi))
         self._lifeline, self._limit_s = joined.lifeline, limit_s
-        self._sent: dict[str, int] = defaultdict(int)  # exchanges so far, by members and title
-        self._values: dict[str, list[bytes]] = {}  # that have arrived, of exchanges that are not complete
-        self._sizes: dict[str, int] = {}
+        self._poll = select.poll()
+        for file in (joined.pmi, joined.lifeline):
+            self._poll.register(file, select.POLLIN)
+        self._exchanges: dict[str, int] = defaultdict(int)  # the exchanges that were begun, by members and title
+        self._values: dict[str, list[bytes]] = {}  # the values that have arrived, by the key of the exchange
+        self._sizes: dict[str, int] = {}  # the number of members, by the key
+        self._error: AllredError | None = None
 
-    def send(self, members: Sequence[int], value: bytes, title: str = "") -> str:
-        """Start an exchange. Return its key."""
+    def begin(self, members: Sequence[int], value: bytes, title: str) -> str:
+        """Begin an exchange. Return its key."""
         ranks = ",".join(map(str, members))
         name = hashlib.blake2b(f"{ranks} {title}".encode(), digest_size=8).hexdigest()
-        self._sent[name] += 1
-        key = f"{name}.{self._sent[name]}"
+        self._exchanges[name] += 1
+        key = f"{name}.{self._exchanges[name]}"
         self._values[key], self._sizes[key] = [], len(members)
         self._channel.send_line(f"cmd=gather key={key} ranks={ranks} value={base64.b64encode(value).decode()}")
         return key
 
-    def has_all(self, key: str, limit_s: float = 0.0) -> bool:
-        """Return whether all values of an exchange have arrived; wait for some of them for at most `limit_s`."""
+    def receive(self, key: str, limit_s: float = 0.0) -> bool:
+        """Return whether all values of an exchange have arrived. Wait for some of them for at most `limit_s`."""
         if len(self._values[key]) < self._sizes[key]:
             self._receive(limit_s)
         return len(self._values[key]) == self._sizes[key]
 
     def wait(self, key: str) -> list[bytes]:
         """Wait for the values of an exchange. Return them in the order of its members."""
-        deadline, left_s = time.monotonic() + self._limit_s, self._limit_s
-        while not self.has_all(key, min(left_s, 1.0)):
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
+        deadline = time.monotonic() + self._limit_s
+        while not self.receive(key, _LOOK_S):
+            if (error := world.error()) is not None:
+                raise error
+            if time.monotonic() > deadline:
                 raise CollectiveTimeout(
-                    f"rank {self.rank} has waited for {self._limit_s:g} s for {self._sizes[key]} tasks to exchange "
-                    f"addresses; {len(self._values[key])} have answered"
+                    f"rank {self.rank} has waited for {self._limit_s:g} s for an exchange of {self._sizes[key]} tasks "
+                    "through the rendezvous process; one of them has stopped or does not take part"
                 )
         del self._sizes[key]
         return self._values.pop(key)
@@ -92,16 +108,19 @@ class RendezvousConnection:
         self._channel.close()
 
     def _receive(self, limit_s: float) -> None:
-        ready, _, _ = select.select([self._channel.connection.fileno(), self._lifeline], [], [], limit_s)
-        if self._lifeline in ready:
-            text = os.read(self._lifeline, 4096).decode(errors="replace").strip()
-            raise AllredError(text or "the rendezvous process of the job has ended")
-        if not ready:
-            return
+        if self._error is not None:
+            raise self._error
+        ready = [file for file, _ in self._poll.poll(limit_s * 1000)]
         try:
-            lines = self._channel.receive_lines()
-        except ConnectionError:
-            raise AllredError("the rendezvous process of the job has ended") from None
+            if self._lifeline in ready:
+                raise ConnectionError(os.read(self._lifeline, 4096).decode(errors="replace").strip())
+            lines = self._channel.receive_lines() if ready else []
+        except (OSError, ValueError) as error:
+            why = (
+                str(error) if self._lifeline in ready else f"the connection to the rendezvous process was lost: {error}"
+            )
+            self._error = AllredError(why or "the rendezvous process of the job has ended")
+            raise self._error from None
         for line in lines:
             words = dict(word.partition("=")[::2] for word in line.split())
             self._values[words["key"]].append(base64.b64decode(words["value"]))

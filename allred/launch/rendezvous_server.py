@@ -232,9 +232,12 @@ class Pmi:
         """Handle a command that is not of PMI-1 (rendezvous_bootstrap.py): when all of `ranks` have sent a value, send
         the values to all of them, in the order of `ranks`, one per line."""
         key, ranks = words.get("key", ""), [int(word) for word in words.get("ranks", "").split(",")]
+        if rank not in ranks:
+            raise ValueError(f"rank {rank} is not one of {ranks}")
         values = self._gathered.setdefault(key, {})
         values[rank] = words.get("value", "")
         if len(values) < len(ranks):
             return []
         del self._gathered[key]
-        return [(each, f"cmd=gathered key={key} value={values[other]}") for each in ranks for other in ranks]
+        lines = "\n".join(f"cmd=gathered key={key} value={values[other]}" for other in ranks)
+        return [(each, lines) for each in ranks]

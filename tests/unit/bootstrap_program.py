@@ -24,8 +24,8 @@ def enter(ranks: Bootstrap, nodes: list[int], generation: int) -> None:
     """Form a world of all ranks. nodes: of each rank."""
     config = dataclasses.replace(Config(), timeout_s=30.0, network="127.0.0.1", watcher=False)
     facts = [TransportFacts(node, has_mpi=False, has_kernels=native.available) for node in nodes]
+    ranks.generation = generation
     communicator, facts = create(ranks, facts, config)
-    communicator.generation = generation
     here = World(numbering.number(nodes, ranks.rank), communicator, config, "; ".join(plan(facts, config).reasons))
     world.install(here)
     PROCESS_SETS.set(here, ProcessSets(ranks, communicator, 0, communicator, facts, config))

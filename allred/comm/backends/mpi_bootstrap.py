@@ -2,12 +2,15 @@
 
 import zlib
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
 from allred.comm.bootstrap import Bootstrap
 from allred.comm.work import Polled, Steps
+
+T = TypeVar("T")
 
 
 class MpiBootstrap(Bootstrap):
@@ -22,15 +25,26 @@ class MpiBootstrap(Bootstrap):
     def allgather(self, mine: bytes) -> list[bytes]:
         return self.mpi.allgather(mine)
 
-    def subset(self, ranks: Sequence[int]) -> "MpiBootstrap":
-        comm = self.mpi.Create_group(self.mpi.Get_group().Incl(list(ranks)))
+    def allgather_object(self, mine: T) -> list[T]:
+        return self.mpi.allgather(mine)
+
+    def broadcast_object(self, mine: T, root: int = 0) -> T:
+        return self.mpi.bcast(mine, root)  # type: ignore[no-any-return]
+
+    def subset(self, ranks: Sequence[int], title: str = "") -> "MpiBootstrap":
+        everyone = self.mpi.Get_group()
+        members = everyone.Incl(list(ranks))
+        comm = self.mpi.Create_group(members, _tag(title))
+        everyone.Free()
+        members.Free()
         assert isinstance(comm, MPI.Intracomm)
-        return MpiBootstrap(comm, self.launcher_ends_job)
+        made = MpiBootstrap(comm, self.launcher_ends_job)
+        made.generation = self.generation
+        return made
 
     def assemble(self, ranks: Sequence[int], title: str) -> Steps[None]:
         # MPI itself would wait in C, without a time limit.
-        tag = zlib.crc32(title.encode()) % 2**15
-        word = np.zeros(1, np.uint8)
+        tag, word = _tag(title), np.zeros(1, np.uint8)
         first, *others = ranks
         if self.rank != first:
             yield Polled(self.mpi.Isend(word, first, tag).Test)
@@ -49,3 +63,7 @@ class MpiBootstrap(Bootstrap):
 
     def close(self) -> None:
         self.mpi.Free()
+
+
+def _tag(title: str) -> int:
+    return zlib.crc32(title.encode()) % 2**15

@@ -36,8 +36,8 @@ def segment_memory(ranks: Bootstrap) -> mmap.mmap | None:
 
 
 class ShmBackend(Backend):
-    """The `size` ranks that share `memory`. origin: the Bootstrap that they were formed from, or None. The backend owns
-    both. arenas: of each rank, for arrays that are reduced in place (allred/arena.py), or None."""
+    """The `size` ranks that share `memory`. bootstrap: what they were formed from, or None. The backend owns both.
+    arenas: of each rank, for arrays that are reduced in place (allred/arena.py), or None."""
 
     name = "shm"
     fuses = True
@@ -49,12 +49,12 @@ class ShmBackend(Backend):
         rank: int,
         size: int,
         memory: mmap.mmap,
-        origin: Bootstrap | None = None,
+        bootstrap: Bootstrap | None = None,
         arenas: list[mmap.mmap] | None = None,
     ) -> None:
         super().__init__(rank, size)
-        self.comm = None if origin is None else origin.mpi
-        self._origin = origin
+        self.comm = None if bootstrap is None else bootstrap.mpi
+        self._bootstrap = bootstrap
         self._memory = memory
         self.segment = Segment(memory, rank, size, CHUNK_BYTES, np.zeros((2, 3)), _DTYPES, _OPS)
         if arenas is not None:
@@ -73,8 +73,8 @@ class ShmBackend(Backend):
         self.segment.halt()
         self.segment.close()
         self._memory.close()
-        if sound and self._origin is not None:
-            self._origin.close()
+        if sound and self._bootstrap is not None:
+            self._bootstrap.close()
 
     def start_progress_thread(self) -> None:
         if not self.segment.has_progress_thread:

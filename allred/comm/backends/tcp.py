@@ -24,7 +24,7 @@ from allred.comm.backends.shm import CHUNK_BYTES, ShmBackend
 from allred.comm.bootstrap import Bootstrap
 from allred.comm.ops import ReduceOp, narrow, widen
 from allred.comm.work import Steps
-from allred.errors import AllredError, RemoteRankError
+from allred.errors import AllredError, ConfigError, RemoteRankError
 from allred.native._kernels import network_bytes, segment_bytes
 from allred.wording import named
 
@@ -33,7 +33,7 @@ _NARROW_COUNT = 2**20  # elements that are sent as 16-bit floats at a time
 
 
 class TcpBackend(ShmBackend):
-    """All ranks of `origin`, which the backend owns.
+    """All ranks of `bootstrap`, which the backend owns.
 
     hosts: the ranks of each host, in order. node: the backend of the ranks of this host, which it owns too. memory,
     windows: shared by the ranks of this host. sockets: to the rank with the same local number, by host. names: of the
@@ -44,7 +44,7 @@ class TcpBackend(ShmBackend):
 
     def __init__(
         self,
-        origin: Bootstrap,
+        bootstrap: Bootstrap,
         hosts: list[list[int]],
         node: Backend,
         memory: mmap.mmap,
@@ -52,8 +52,8 @@ class TcpBackend(ShmBackend):
         sockets: dict[int, socket.socket],
         names: list[str],
     ) -> None:
-        super().__init__(node.rank, node.size, memory, origin)
-        self.rank, self.size = origin.rank, origin.size
+        super().__init__(node.rank, node.size, memory, bootstrap)
+        self.rank, self.size = bootstrap.rank, bootstrap.size
         self._hosts, self._node, self._windows, self._sockets, self._names = hosts, node, windows, sockets, names
         self._here = next(index for index, ranks in enumerate(hosts) if self.rank in ranks)
         self._slices = min(map(len, hosts))
@@ -208,11 +208,9 @@ class TcpBackend(ShmBackend):
         yield from self._node.allgather(data[start:stop].copy(), data, sizes)
 
 
-def connect(
-    ranks: Bootstrap, nodes: list[int], memory: mmap.mmap | None, network: str, timeout_s: float
-) -> TcpBackend | str:
-    """Make the backend of all `ranks`, which it owns; or return why some of them cannot connect, and what to do
-    about it: the same text on all ranks. Collective and blocking.
+def connect(ranks: Bootstrap, nodes: list[int], memory: mmap.mmap | None, network: str, timeout_s: float) -> TcpBackend:
+    """Make the backend of all `ranks`, which it owns. Collective and blocking. Raises ConfigError, the same on all
+    ranks, if some of them cannot connect.
 
     nodes: the node of each rank. memory: for the operations within this node, see `segment_memory`; None if it has one
     rank. network, timeout_s: the settings of these names.
@@ -221,7 +219,7 @@ def connect(
     groups = [list(group) for group in zip(*hosts, strict=False)]
     sockets, problem = connections.connect(ranks, groups, network, timeout_s)
     if problem:
-        return f"{problem}; set ALLRED_NETWORK to the interface between the hosts, or ALLRED_TRANSPORT=mpi"
+        raise ConfigError(f"{problem}; set ALLRED_NETWORK to the interface between the hosts, or ALLRED_TRANSPORT=mpi")
     here = next(index for index, members in enumerate(hosts) if ranks.rank in members)
     size, local = len(hosts[here]), hosts[here].index(ranks.rank)
     of_host = ranks.subset(hosts[here])
@@ -231,7 +229,9 @@ def connect(
     )
     of_host.close()
     if not all(ranks.allgather_object(segment is not None and windows is not None)):
-        return "a node has too little shared memory for ALLRED_TRANSPORT=tcp; use ALLRED_TRANSPORT=mpi"
+        for one in sockets.values():
+            one.close()
+        raise ConfigError("a node has too little shared memory for ALLRED_TRANSPORT=tcp; use ALLRED_TRANSPORT=mpi")
     assert segment is not None
     assert windows is not None
     node = SingleBackend() if memory is None else ShmBackend(local, size, memory)
