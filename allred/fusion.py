@@ -107,6 +107,11 @@ class Plan:
         return found
 
     @functools.cached_property
+    def starts(self) -> bytes:
+        """The number of elements before each tensor, and of all of them, int64."""
+        return np.cumsum([0, *(tensor.elements for tensor in self.tensors)], dtype=np.int64).tobytes()
+
+    @functools.cached_property
     def lines(self) -> tuple[str, ...]:
         """One line per tensor: ranks with equal lines and equal bucket_bytes have equal plans."""
         return tuple(map(str, self.tensors))

@@ -9,7 +9,7 @@ are reproducible from run to run.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -27,17 +27,12 @@ from allred.comm.backends.backend import Backend, pickled, pickled_parts, unpick
 from allred.comm.group import Group
 from allred.comm.header import OpDescriptor, quoted
 from allred.comm.host_reduce import HostReductions
-from allred.comm.ops import Compression, ReduceOp
+from allred.comm.ops import ReduceOp
 from allred.comm.point_to_point import PointToPoint
 from allred.comm.work import Steps, Work
 from allred.errors import InputError
 from allred.fusion import FusionBuffer
 from allred.gpu.device_arrays import is_device
-
-if TYPE_CHECKING:
-    pass
-
-_NONE = Compression.none
 
 
 class Communicator(HostReductions):

@@ -346,8 +346,9 @@ class Overlap:
             here = [index not in missing for index in range(len(self._tensors))]
             anywhere = self._reducer.present_anywhere(given.communicator, here)
             mean = [value if present else None for value, present in zip(mean, anywhere, strict=True)]
-        passes = self._checks.passes_overlapped(agreement, plan, mean, given.params, nonfinite)
-        return mean if passes else None
+        checks = self._checks
+        passes = checks.passes(agreement, agreement.hashes, plan, mean, given.params)
+        return mean if passes and checks.passes_reduced(agreement, plan, mean, nonfinite) else None
 
     def _mismatch(self, tensors: Sequence[Tensor], values: Sequence[Any]) -> str:
         """Describe a difference between the gradients of step() and of reduce(); "" if there is none."""

@@ -169,7 +169,7 @@ class Reducer:
 
     def new_steady(
         self, communicator: Communicator, given: StepInput, agreement: Agreement, title: str, settings: str,
-        window_starts: bytes, checks_finite: bool,
+        checks_finite: bool,
     ) -> SteadyStep | None:  # fmt: skip
         """Return what the next step is compared with; None if it needs a header exchange of its own. The same on all
         ranks: after an agreement in which all may repeat the step."""
@@ -182,7 +182,7 @@ class Reducer:
             return None
         return SteadyStep(
             communicator, given, plan, title, self._agreed_settings(settings), self._op, wire, checks_finite, can_weigh,
-            settings, window_starts,
+            settings,
         )  # fmt: skip
 
     # Reduction.

@@ -24,17 +24,16 @@ _LARGEST_SAMPLES = 2**32  # up to this number the weights are exact, on up to 2*
 
 class SteadyStep:
     """The facts that the next step is compared with. lines: text that must be the same on all ranks. checks_finite:
-    whether results are checked. can_weigh: whether C can weight these dtypes. settings: see `reduce_gradients`.
-    window_starts: see `DriftWindow`."""
+    whether results are checked. can_weigh: whether C can weight these dtypes. settings: see `reduce_gradients`."""
 
     def __init__(
         self, communicator: Communicator, given: StepInput, plan: Plan, title: str, lines: str, op: ReduceOp, wire: int,
-        checks_finite: bool, can_weigh: bool, settings: str, window_starts: bytes,
+        checks_finite: bool, can_weigh: bool, settings: str,
     ) -> None:  # fmt: skip
         self.samples = 0  # of all ranks in the last step; 0 if they were not counted
         self.weight: float | None = None  # of this rank in the last step
         self.plan, self._tensors, self._settings = plan, given.tensors, settings
-        self._communicator, self._can_weigh, self._window_starts = communicator, can_weigh, window_starts
+        self._communicator, self._can_weigh, self._window_starts = communicator, can_weigh, plan.starts
         self._arguments, self._averages = (op, title, wire, checks_finite), op is ReduceOp.AVERAGE
         agreed = header.mix(header.hash_lines(title, lines, plan.lines), checks_finite)
         self._agreed = agreed, header.mix(agreed, 1)  # without, and with numbers of samples

@@ -30,8 +30,8 @@ _UNCOUNTED = 2**47  # the number of samples is not known
 
 class StepHeader(NamedTuple):
     """samples: of how many samples the gradients are the mean; None: not known. flags: of those above. more: 0 to 15,
-    see `MoreFlags`. content_hash: of prepared gradients (`Reducer.prepare`), else of the parameters in the
-    `DriftWindow`."""
+    see `MoreFlags`. content_hash: of prepared gradients (`Reducer.prepare`), else of the parameters in the drift
+    window."""
 
     samples: int | None = None
     flags: int = 0

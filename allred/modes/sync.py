@@ -111,8 +111,8 @@ def _negotiate_and_reduce(
     if not checks.passes(agreement, windows, plan, values, given.params):
         return None
     if negotiated.all(MAY_REPEAT) and not reducer.overlapped:
-        starts, checks_all = checks.window_starts(plan), checks.policy != "ignore"
-        reducer.steady = reducer.new_steady(communicator, given, negotiated, title, settings, starts, checks_all)
+        checks_all = checks.policy != "ignore"
+        reducer.steady = reducer.new_steady(communicator, given, negotiated, title, settings, checks_all)
     # Reduce.
     nonfinite = reducer.allreduce_(communicator, plan, values, agreement.weight, checks_finite, prepared)
     return values if checks.passes_reduced(agreement, plan, values, nonfinite) else None

@@ -1,4 +1,4 @@
-"""`DriftWindow`: each step hashes 1024 elements of the parameters, the next step the following 1024, and the ranks
+"""The drift window: each step hashes 1024 elements of the parameters, the next step the following 1024, and the ranks
 compare the hash in the header of the step. drift.py compares all parameters, which takes longer, so only some steps do
 it.
 """
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from allred import arrays, native
+from allred.arrays import Array
 from allred.comm.header import hash_text, mix
 from allred.fusion import Plan
 from allred.gpu.device_arrays import is_device
@@ -17,67 +18,49 @@ _ELEMENTS = 1024
 _MISSING_BITS = 2**16 - 1  # low bits: a hash of the indices of the gradients that this rank lacks
 
 
-class DriftWindow:
-    """The window over the parameters of one optimizer."""
+def window_hash(step: int, plan: Plan, leaves: list[Any], values: Sequence[Any], plain: bool) -> int:
+    """Return the hash of the window of a step, below 2**64; 0 if some of its parameters are on a GPU.
 
-    def __init__(self) -> None:
-        self._plan: Plan | None = None
-        self._starts = np.zeros(1, np.int64)  # by parameter: the number of elements before it
-        self._starts_as_bytes = b""
+    leaves, values: the parameters and their gradients. A parameter without a gradient on this rank is left out: it may
+    differ between ranks. plain: whether all gradients are present.
+    """
+    if plain and (found := native.hash_window(leaves, plan.starts, step)) is not None:
+        return found
+    starts = np.frombuffer(plan.starts, np.int64)
+    parts, missing, left = [], [], _ELEMENTS
+    at = _start(step, starts)
+    first = int(np.searchsorted(starts, at, "right")) - 1
+    start = at - starts[first]
+    for index in range(first, len(leaves)):
+        taken = min(left, int(starts[index + 1] - starts[index] - start))
+        if taken > 0 and values[index] is None:
+            missing.append(index)
+        elif taken > 0:
+            if is_device(leaves[index]):
+                return 0
+            parts.append(arrays.as_bytes(np.asarray(leaves[index]).flat[start : start + taken]))
+        left, start = left - max(taken, 0), 0
+        if left == 0:
+            break
+    total = 0
+    for found in native.hashes(parts):
+        total = mix(total, found)
+    return total & ~_MISSING_BITS | (hash_text(str(missing)) & _MISSING_BITS if missing else 0)
 
-    def hash(self, step: int, plan: Plan, leaves: list[Any], values: Sequence[Any], plain: bool) -> int:
-        """Return the hash of the window of a step, below 2**64; 0 if some of its parameters are on a GPU.
 
-        leaves, values: the parameters and their gradients. A parameter without a gradient on this rank is left out: it
-        may differ between ranks. plain: whether all gradients are present.
-        """
-        starts = self.starts(plan)
-        if plain and (found := native.hash_window(leaves, starts, step)) is not None:
-            return found
-        return self._hash(step, leaves, values)
+def _start(step: int, starts: Array) -> int:
+    return step % max(1, -(-int(starts[-1]) // _ELEMENTS)) * _ELEMENTS
 
-    def starts(self, plan: Plan) -> bytes:
-        """Return the number of elements before each parameter, int64."""
-        if plan is not self._plan:
-            self._plan = plan
-            self._starts = np.cumsum([0, *(tensor.elements for tensor in plan.tensors)])
-            self._starts_as_bytes = self._starts.tobytes()
-        return self._starts_as_bytes
 
-    def _hash(self, step: int, leaves: list[Any], values: Sequence[Any]) -> int:
-        """As `native.hash_window`, for parameters of any layout, some of them without a gradient."""
-        parts, missing, left = [], [], _ELEMENTS
-        at = self._start(step)
-        first = int(np.searchsorted(self._starts, at, "right")) - 1
-        start = at - self._starts[first]
-        for index in range(first, len(leaves)):
-            taken = min(left, int(self._starts[index + 1] - self._starts[index] - start))
-            if taken > 0 and values[index] is None:
-                missing.append(index)
-            elif taken > 0:
-                if is_device(leaves[index]):
-                    return 0
-                parts.append(arrays.as_bytes(np.asarray(leaves[index]).flat[start : start + taken]))
-            left, start = left - max(taken, 0), 0
-            if left == 0:
-                break
-        total = 0
-        for found in native.hashes(parts):
-            total = mix(total, found)
-        return total & ~_MISSING_BITS | (hash_text(str(missing)) & _MISSING_BITS if missing else 0)
-
-    def _start(self, step: int) -> int:
-        return step % max(1, -(-int(self._starts[-1]) // _ELEMENTS)) * _ELEMENTS
-
-    def describe(self, step: int) -> str:
-        """Name the parameters of the window of a step. Call `hash` before."""
-        assert self._plan is not None
-        start = self._start(step)
-        stop = min(start + _ELEMENTS, int(self._starts[-1]))
-        first, last = (int(np.searchsorted(self._starts, at, "right")) - 1 for at in (start, stop - 1))
-        names = [tensor.name for tensor in self._plan.tensors[first : last + 1] if tensor.elements]
-        more = f" or one of {len(names) - 1} more" if len(names) > 1 else ""
-        return f"parameter '{names[0]}'{more}"
+def describe_window(step: int, plan: Plan) -> str:
+    """Name the parameters of the window of a step."""
+    starts = np.frombuffer(plan.starts, np.int64)
+    start = _start(step, starts)
+    stop = min(start + _ELEMENTS, int(starts[-1]))
+    first, last = (int(np.searchsorted(starts, at, "right")) - 1 for at in (start, stop - 1))
+    names = [tensor.name for tensor in plan.tensors[first : last + 1] if tensor.elements]
+    more = f" or one of {len(names) - 1} more" if len(names) > 1 else ""
+    return f"parameter '{names[0]}'{more}"
 
 
 def windows_differ(hashes: Sequence[int]) -> bool:

@@ -42,7 +42,6 @@ class MistakeChecks:
         self._updates = None if optimizer is None else updates_of(optimizer)
         self._duplicates = DuplicateBatch(title)
         self._batches = BatchArguments(title)
-        self._window = drift_window.DriftWindow()
         self.compares = False  # whether the ranks compare parameters in the current step
         self.samples: int | None = None  # of the current step on this rank
         self._communicator: Communicator  # of the current step
@@ -84,7 +83,7 @@ class MistakeChecks:
 
     def window(self, plan: Plan, given: StepInput, values: list[Any]) -> int:
         """Return the hash of the parameters that the ranks compare in this step; 0 if they compare none."""
-        return self._window.hash(self.steps, plan, given.leaves, values, given.plain) if self.compares else 0
+        return drift_window.window_hash(self.steps, plan, given.leaves, values, given.plain) if self.compares else 0
 
     def passes(self, agreement: Agreement, windows: list[int], plan: Plan, values: Sequence[Any], params: Any) -> bool:
         """Make the requested comparisons before the reduction. Return whether the gradients are used. windows: the
@@ -98,7 +97,7 @@ class MistakeChecks:
         self.steps += 1
         if agreement.any(NONFINITE):
             own = agreement.headers[self._communicator.active.rank].flags
-            return self._refuse_nonfinite(finite.describe(plan, values) if own & NONFINITE else {})
+            return self._refuse_nonfinite(self._found or finite.describe(plan, values) if own & NONFINITE else {})
         return True
 
     def passes_reduced(
@@ -122,27 +121,6 @@ class MistakeChecks:
             _averaged.clear()
             return True
         return self.passes_reduced(None, plan, values, nonfinite)
-
-    def window_starts(self, plan: Plan) -> bytes:
-        """Return the number of elements before each parameter, for `native.hash_window`."""
-        return self._window.starts(plan)
-
-    def passes_overlapped(
-        self,
-        agreement: Agreement,
-        plan: Plan,
-        values: Sequence[Any],
-        params: Any,
-        nonfinite: int | None,
-    ) -> bool:
-        """As `passes` and `passes_reduced`, for gradients that were scanned by `scan_bucket`, or checked by their
-        reductions."""
-        if drift_window.windows_differ(agreement.hashes):
-            self._compare_ranks(plan, values, params)
-        self.steps += 1
-        if agreement.any(NONFINITE):
-            return self._refuse_nonfinite(self._found)
-        return self.passes_reduced(agreement, plan, values, nonfinite)
 
     def end(self, updated: bool) -> None:
         """End a step. updated: whether the optimizer has made an update."""

@@ -7,9 +7,8 @@ again.
 import weakref
 from typing import Any
 
-from allred import native
 from allred.fusion import Plan
-from allred.modes.detect.drift_window import DriftWindow
+from allred.modes.detect.drift_window import describe_window, window_hash
 
 
 class ParameterChanges:
@@ -17,15 +16,12 @@ class ParameterChanges:
     each set is known by the set's first array. A set that is new is compared with the last pull."""
 
     def __init__(self) -> None:
-        self._window = DriftWindow()
-        self._plan: Plan | None = None  # of the last hash, and its `DriftWindow.starts`
-        self._starts = b""
         self._last: tuple[int, int] | None = None  # step and hash
         self._of_set: dict[int, tuple[weakref.ref[Any], tuple[int, int]]] = {}  # by id of the first array
 
     def record(self, step: int, plan: Plan, leaves: list[Any]) -> None:
         """Hash the parameters after a pull. step: a number that increases, which selects the elements."""
-        self._last = step, self._hash(step, plan, leaves)
+        self._last = step, window_hash(step, plan, leaves, leaves, True)
         key, known = id(leaves[0]), self._of_set
         first = weakref.ref(leaves[0], lambda _: known.pop(key, None)) if key not in known else known[key][0]
         known[key] = first, self._last
@@ -34,15 +30,9 @@ class ParameterChanges:
         """Return a description of the parameters that have changed since the last pull; "" if none is known to have."""
         known = self._of_set.get(id(leaves[0]))
         pulled = self._last if known is None else known[1]
-        if pulled is None or self._hash(pulled[0], plan, leaves) == pulled[1]:
+        if pulled is None or window_hash(pulled[0], plan, leaves, leaves, True) == pulled[1]:
             return ""
-        return self._window.describe(pulled[0])
-
-    def _hash(self, step: int, plan: Plan, leaves: list[Any]) -> int:
-        if plan is not self._plan:
-            self._plan, self._starts = plan, self._window.starts(plan)
-        found = native.hash_window(leaves, self._starts, step)
-        return self._window.hash(step, plan, leaves, leaves, False) if found is None else found
+        return describe_window(pulled[0], plan)
 
 
 def remedy(optimizer: str) -> str:
