@@ -6,7 +6,7 @@ Everything else takes the general path: the arguments are checked here, and the 
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -14,9 +14,11 @@ from allred import arrays
 from allred.arrays import Array
 from allred.comm import node_memory
 from allred.comm.arguments import (
+    array_descriptor,
     as_list,
     each_of,
     empty_like,
+    group_descriptor,
     memory_conflicts,
     refuse_shared_memory,
     source_and_target,
@@ -27,16 +29,63 @@ from allred.comm.device_collectives import DeviceCollectives
 from allred.comm.group import Group
 from allred.comm.header import OpDescriptor, quoted
 from allred.comm.node_memory import any_shared, is_shared
-from allred.comm.ops import Compression, ReduceOp
-from allred.comm.reduction import Reduction
+from allred.comm.ops import Compression, ReduceOp, narrows
 from allred.comm.work import Steps, Work
 from allred.errors import AllredError
+from allred.fusion import assign_buckets
 from allred.gpu.device_arrays import is_device
 
 if TYPE_CHECKING:
     from allred.native._kernels import Operation as CheckedOperation
 
 _NONE = Compression.none
+_PACKED_BYTES = 2**20
+
+
+class Reduction(NamedTuple):
+    """Arrays to reduce, each into a target of its shape: the array itself, or a new contiguous one."""
+
+    kind: str  # allreduce, of one array, or grouped_allreduce
+    sources: list[Array]
+    targets: list[Array]
+    op: ReduceOp
+    name: str
+    compression: Compression
+    checks_finite: bool = False
+    weight: float | None = None  # of this rank, whose arrays are multiplied by it; None on all ranks: no weights
+
+    def descriptor(self) -> OpDescriptor:
+        """Return the descriptor. Raises InputError if the arguments cannot be used."""
+        if self.kind == "allreduce":
+            return array_descriptor(self.kind, self.sources[0], self.name, self.op, compression=self.compression)
+        return group_descriptor(self.sources, self.name, self.op, self.compression, self.weight)
+
+    def move(self, group: Group, flats: list[Array]) -> Steps[None]:
+        """Reduce the arrays between the ranks of a group. flats: the flat targets. Small arrays are packed: each call
+        of a backend costs a round trip between hosts."""
+        for source, target, flat in zip(self.sources, self.targets, flats, strict=True):
+            if source is not target:
+                target[...] = source
+            if self.weight is not None:
+                _weigh(flat, self.weight)
+        for bucket in assign_buckets([flat.nbytes for flat in flats], [flat.dtype for flat in flats], _PACKED_BYTES):
+            parts = [flats[index] for index in bucket]
+            packed = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            wire = self.compression.value if narrows(packed.dtype, self.compression.value) else 0
+            yield from group.backend.allreduce(packed, self.op, wire)
+            start = 0
+            for part in parts if len(parts) > 1 else ():
+                part[:] = packed[start : start + part.size]
+                start += part.size
+
+
+def _weigh(array: Array, weight: float) -> None:
+    """Multiply an array by the weight of this rank, as C does. Weight 0 gives zeros, also for NaN: the mean over no
+    samples."""
+    if weight == 0:
+        array[...] = 0
+    elif weight != 1:
+        np.multiply(array, weight, out=array)
 
 
 class HostReductions(Group):

@@ -21,8 +21,8 @@ from allred.modes import ps_payload
 from allred.modes.clipping import Clipper
 from allred.modes.detect.batch_arguments import compare_at_server
 from allred.modes.detect.drift import warn_of_stale_start
+from allred.modes.detect.drift_window import ParameterChanges, remedy
 from allred.modes.detect.mistake_checks import used
-from allred.modes.detect.parameter_changes import ParameterChanges, remedy
 from allred.modes.match import parameter
 from allred.modes.options import Mode, StepInput, StepOptions
 from allred.modes.ps_payload import HostStaging, PushedGradients, PushedLearningRate

@@ -17,7 +17,7 @@ import torch
 from allred.arrays import Array
 from allred.comm.communicator import Communicator
 from allred.errors import InputError
-from allred.modes.detect.parameter_changes import remedy
+from allred.modes.detect.drift_window import remedy
 from allred.optim.base import Optimizer
 from allred.optim.step_input import Slots
 from allred.ps import context

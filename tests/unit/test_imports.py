@@ -40,7 +40,7 @@ PACKAGES = (
 COMM = (
     {"join", "functions", "process_set"},
     {"replicas"},
-    {"create", "recording", "communicator", "host_reduce", "device_collectives", "device_reduce", "reduction", "group"}
+    {"create", "recording", "communicator", "host_reduce", "device_collectives", "device_reduce", "group"}
     | {"device_buckets", "device_operation", "point_to_point"},
     {"arguments"},
     {"node_memory"},
