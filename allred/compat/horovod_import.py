@@ -74,7 +74,7 @@ _SETS = "ProcessSet add_process_set global_process_set remove_process_set"
 # is a package.
 _MODULES: dict[str, dict[str, str]] = {
     "horovod.torch": {_TORCH: "*"},
-    "horovod.torch.compression": {f"{_TORCH}.horovod.compression": _COMPRESSION},
+    "horovod.torch.compression": {f"{_TORCH}.horovod.operations": _COMPRESSION},
     "horovod.torch.functions": {_TORCH: _OBJECTS},
     "horovod.torch.mpi_ops": {_TORCH: "*"},
     "horovod.torch.optimizer": {_TORCH: "DistributedOptimizer"},

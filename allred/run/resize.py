@@ -10,7 +10,7 @@ from allred.errors import AllredError
 from allred.runtime.channel import Channel, HandshakeError, Listener, Message, connect, open_listener
 from allred.runtime.loop import Loop
 from allred.runtime.timings import RESIZE_S
-from allred.watch import job_directory
+from allred.watch import job_monitor
 
 PURPOSE = "resize"
 
@@ -21,13 +21,13 @@ class ResizeRequests:
     answer: called with the request; returns the answer, which the command prints, or raises AllredError."""
 
     def __init__(self, loop: Loop, name: str, answer: Callable[[Message], str]) -> None:
-        if name in job_directory.entries(job_directory.RUN):
+        if name in job_monitor.job_entries(job_monitor.RUN):
             raise AllredError(f"a job with the name {name!r} runs here already; choose another --name")
         self._answer, secret, listening = answer, secrets.token_hex(16), open_listener("127.0.0.1")
         self._listener = Listener(loop, listening, PURPOSE, secret, self._admit)
         entry = {"port": listening.getsockname()[1], "secret": secret}
         try:
-            self._file = job_directory.write_entry(name, job_directory.RUN, entry)
+            self._file = job_monitor.write_entry(name, job_monitor.RUN, entry)
         except OSError as error:
             raise AllredError(f"`allred resize` cannot find this job: {error}; choose another --name") from None
 
@@ -41,7 +41,7 @@ class ResizeRequests:
 
     def close(self) -> None:
         self._listener.close()
-        job_directory.remove_entry(self._file)
+        job_monitor.remove_entry(self._file)
 
 
 def _parser(arguments: list[str]) -> argparse.Namespace:
@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
     if isinstance(options, int):
         return options
     try:
-        job = job_directory.choose(options.job, job_directory.entries(job_directory.RUN), "`allred run`")
+        job = job_monitor.choose_job(options.job, job_monitor.job_entries(job_monitor.RUN), "`allred run`")
         channel = connect(("127.0.0.1", job["port"]), PURPOSE, job["secret"])
         channel.send({"np": options.np})
         reply = channel.receive_one(time.monotonic() + RESIZE_S)

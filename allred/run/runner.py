@@ -28,7 +28,7 @@ from allred.run.restarts import End, RestartPolicy
 from allred.runtime.channel import Channel, Listener, Message, open_listener
 from allred.runtime.loop import Loop
 from allred.runtime.timings import HOST_FILE_S
-from allred.watch.runner_link import PURPOSE, RESTART, VARIABLE
+from allred.watch.records import RESTART, RUNNER_PURPOSE, RUNNER_VARIABLE
 from allred.watch.start import own_address
 from allred.wording import count
 
@@ -125,7 +125,7 @@ class Runner:
         remote = [name for name in self._hosts.slots if not host_list.is_local(name)]
         address, secret = own_address(remote) if remote else "127.0.0.1", secrets.token_hex(16)
         listening = open_listener(address)
-        Listener(self._loop, listening, PURPOSE, secret, self._connect)
+        Listener(self._loop, listening, RUNNER_PURPOSE, secret, self._connect)
         return address, listening.getsockname()[1], secret
 
     def _connect(self, link: Channel, messages: list[Message]) -> None:
@@ -186,7 +186,7 @@ class Runner:
         settings = {**self._options.settings, **mpirun.torch_variables(assigned, os.environ)}
         settings |= {"ALLRED_STARTS": str(self._starts), "ALLRED_JOB": self._options.name}
         address, port, secret = listening
-        own = {VARIABLE: f"{address} {port} {secret}", "ALLRED_ELASTIC_DIR": self._commits}
+        own = {RUNNER_VARIABLE: f"{address} {port} {secret}", "ALLRED_ELASTIC_DIR": self._commits}
         environ = {**os.environ, **settings, **own}
         program = mpirun.with_rank(self._options.program)
         words = mpirun.command(self._launch, assigned, program, environ, mpirun.is_root(), self._options.forwards_all)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from allred.errors import InputError
-from allred.torch.uncompiled import uncompiled
+from allred.torch.backward_hooks import uncompiled
 
 _NAMES = ("step", "add_param_group", "load_state_dict", "__reduce_ex__")  # copy and pickle call the last one
 NO_COPY = (

@@ -92,7 +92,7 @@ def coalesce_gradient(parameter: torch.Tensor) -> torch.Tensor:
     assert grad is not None
     if not grad.is_coalesced():
         made = grad.coalesce()
-        vars(made).update(vars(grad))  # the mark of reduced_marks.py
+        vars(made).update(vars(grad))  # the mark of backward_hooks.py
         parameter.grad = made
         return made
     return grad

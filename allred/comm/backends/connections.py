@@ -15,7 +15,7 @@ import threading
 import time
 from typing import Any
 
-from allred.cluster.interfaces import ipv4_addresses
+from allred.cluster.topology import ipv4_addresses
 from allred.errors import ConfigError
 from allred.runtime import channel
 from allred.runtime.channel import Channel, HandshakeError, Listener, Message, limit_resending

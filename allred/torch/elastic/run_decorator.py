@@ -19,7 +19,7 @@ from allred.torch.elastic.elastic_states import State
 from allred.torch.elastic.restartable_job import RestartableJob
 from allred.torch.horovod import handles
 from allred.torch.horovod.horovod_errors import HorovodInternalError, HostsUpdatedInterrupt
-from allred.watch.runner_link import RESTART
+from allred.watch.records import RESTART
 
 R = TypeVar("R")
 
