@@ -67,7 +67,7 @@ def run(options: argparse.Namespace, command: str) -> None:
             "wall_ms": _ms(ours),
             "against": name,
             "against_wall_ms": _ms(theirs),
-            "ratio": _ratio(ours, theirs),
+            "ratio": rounded(statistics.median(a / b for a, b in zip(ours, theirs, strict=True))),
         }
         for name, theirs in others.items()
     ]
@@ -91,10 +91,6 @@ def _job(ranks: int, code: str) -> testing.Result:
     if result.code:
         raise ConfigError(f"mpirun -np {ranks} failed: {result.text}")
     return result
-
-
-def _ratio(ours: list[float], theirs: list[float]) -> float:
-    return rounded(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)))
 
 
 def _ms(seconds: Any) -> float:

@@ -29,7 +29,10 @@ from allred.modes.options import StepOptions
 from allred.modes.reducer import Reducer
 from allred.modes.sync import SyncMode
 from allred.ps import context
-from allred.torch.backward_hooks import (
+from allred.torch.backward_state import BackwardPass, NextStep, ReductionAgreement, decide_overlap
+from allred.torch.module_checkpoints import ModuleCheckpoints
+from allred.torch.optimizer_adapter import OptimizerAdapter, is_trained, layout_of
+from allred.torch.optimizer_hooks import (
     BOTH,
     REDUCED,
     GradientHooks,
@@ -37,12 +40,10 @@ from allred.torch.backward_hooks import (
     mark_reduced,
     mark_refusal,
     marked,
+    replace_methods,
+    restore_methods,
     uncompiled,
 )
-from allred.torch.backward_state import BackwardPass, NextStep, ReductionAgreement, decide_overlap
-from allred.torch.module_checkpoints import ModuleCheckpoints
-from allred.torch.optimizer_adapter import OptimizerAdapter, is_trained, layout_of
-from allred.torch.replaced_methods import replace_methods, restore_methods
 from allred.torch.tensors import copy_like
 
 _call_orders = itertools.count()

@@ -48,7 +48,8 @@ class UntrainedState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all entries by name."""
-        return {name: _detached(value) for name, value in self._entries().items()}
+        entries = self._entries().items()
+        return {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in entries}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a result of `state_dict`. Entries that it lacks and that are not memory of the module stay, with a
@@ -75,10 +76,6 @@ class UntrainedState:
                 f"{', '.join(map(repr, ignored))} of the module's state_dict() is not restored or broadcast, because "
                 f"load_state_dict() of {type(self._module).__name__} does not know it"
             )
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _check(own: dict[str, torch.Tensor], saved: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from allred.errors import InputError
 from allred.session import state_pickle
 from allred.torch.elastic.restartable_job import RestartableJob
 from allred.torch.horovod.basics import rank, size
-from allred.torch.horovod.horovod_errors import HostsUpdatedInterrupt
+from allred.torch.horovod.handles import HostsUpdatedInterrupt
 from allred.torch.horovod.state_broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from allred.torch.module_checkpoints import UntrainedState
 
@@ -78,7 +78,23 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return self.num_samples
 
 
-class State:
+class SavedState:
+    """Base class of State and StateHandler."""
+
+    def save(self) -> None:
+        """Save the state in memory."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Return to the last state that was saved."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Copy the state of rank 0 to all ranks. Collective."""
+        raise NotImplementedError
+
+
+class State(SavedState):
     """Base class: subclasses define save, restore and sync.
 
     A subclass that has to survive a restart of the processes also defines `committed_state`, which returns picklable
@@ -116,28 +132,13 @@ class State:
         self.save()
         if self.elastic_job is not None:
             self.elastic_job.write(self.committed_state)
-        self._interrupt_if_stopped()
+        if self.elastic_job is not None and self.elastic_job.must_stop():
+            raise HostsUpdatedInterrupt(False)
 
     def check_host_updates(self) -> None:
         """As `commit`, but only if the job has to stop. Collective."""
         if self.elastic_job is not None and self.elastic_job.must_stop():
             self.commit()
-
-    def _interrupt_if_stopped(self) -> None:
-        if self.elastic_job is not None and self.elastic_job.must_stop():
-            raise HostsUpdatedInterrupt(False)
-
-    def save(self) -> None:
-        """Save the state in memory."""
-        raise NotImplementedError
-
-    def restore(self) -> None:
-        """Return to the last state that was saved."""
-        raise NotImplementedError
-
-    def sync(self) -> None:
-        """Copy the state of rank 0 to all ranks. Collective."""
-        raise NotImplementedError
 
     def reset(self) -> None:
         """Prepare for another number of ranks. Called before the reset callbacks."""
@@ -184,23 +185,11 @@ class ObjectState(State):
         ObjectState.restore(self)
 
 
-class StateHandler:
+class StateHandler(SavedState):
     """Base class: handles the object `value`. Subclasses define save, restore and sync, as those of a State."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
-
-    def save(self) -> None:
-        """Save the state of the object in memory."""
-        raise NotImplementedError
-
-    def restore(self) -> None:
-        """Return to the state that was saved."""
-        raise NotImplementedError
-
-    def sync(self) -> None:
-        """Copy the state of rank 0 to all ranks. Collective."""
-        raise NotImplementedError
 
     def set_value(self, value: Any) -> None:
         """Handle another object from now on."""
@@ -300,8 +289,7 @@ class TorchState(ObjectState):
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
         kwargs.update(model=model, optimizer=optimizer)
-        found = {name: _handler_of(value) for name, value in kwargs.items()}
-        handlers = {name: handler for name, handler in found.items() if handler is not None}
+        handlers = {name: handler for name, value in kwargs.items() if (handler := _handler_of(value)) is not None}
         for name in handlers:
             setattr(self, name, kwargs.pop(name))
         self._handlers = handlers

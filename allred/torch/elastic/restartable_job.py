@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from allred import log, world
+from allred.checkpoint.writing import sync_directory
 from allred.cluster import topology
 from allred.comm import functions
 from allred.errors import CheckpointError
@@ -47,19 +48,11 @@ def write_commit(path: pathlib.Path, commit: Commit) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)
-        _sync_directory(path.parent)
+        sync_directory(path.parent)
     except Exception as error:  # an object that cannot be pickled raises anything
         raise CheckpointError(
             f"commit {commit.number} cannot be written to {path}: {type(error).__name__}: {error}"
         ) from error
-
-
-def _sync_directory(directory: pathlib.Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_commit(path: pathlib.Path) -> Commit | None:

@@ -18,7 +18,7 @@ from allred.errors import MismatchError
 from allred.torch.elastic.elastic_states import State
 from allred.torch.elastic.restartable_job import RestartableJob
 from allred.torch.horovod import handles
-from allred.torch.horovod.horovod_errors import HorovodInternalError, HostsUpdatedInterrupt
+from allred.torch.horovod.handles import HorovodInternalError, HostsUpdatedInterrupt
 from allred.watch.records import RESTART
 
 R = TypeVar("R")
@@ -71,7 +71,8 @@ def _call_until_it_returns(func: Callable[[], R], state: State, job: Restartable
             return func()
         except (HorovodInternalError, MismatchError) as error:
             previous, failure = failure, (str(error), job.commits)
-            if not _can_communicate() or previous[0] == failure[0] or previous[1] == failure[1]:
+            is_usable = world.error() is None and not functions.current().queue.poisoned
+            if not is_usable or previous[0] == failure[0] or previous[1] == failure[1]:
                 raise
             log.warning(f"elastic: all ranks return to the last commit: {error}")
             handles.forget_all()
@@ -82,11 +83,6 @@ def _call_until_it_returns(func: Callable[[], R], state: State, job: Restartable
                 _end_program(job)
             skip_sync = interrupt.skip_sync
         state.on_reset()
-
-
-def _can_communicate() -> bool:
-    """Return whether the communicator of all ranks can be used after an error."""
-    return world.error() is None and not functions.current().queue.poisoned
 
 
 def _end_program(job: RestartableJob) -> None:

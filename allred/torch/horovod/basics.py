@@ -89,58 +89,36 @@ def is_initialized() -> bool:
     return world.is_initialized()
 
 
-def _number(number: Callable[[], int]) -> int:
+def _number(name: str, text: str, example: str) -> Callable[[], int]:
+    """Return the function `name`, which returns that number of topology.py."""
+
+    def function() -> int:
+        return int(_of_rank(getattr(topology, name)))
+
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = f"Return {text}. Raises ValueError before `hvd.init()`.\n\n    Example: `{example}`.\n    "
+    return function
+
+
+def _of_rank(number: Callable[[], Any]) -> Any:
     check_initialized("hvd.rank(), hvd.size() and others")
     return number()
 
 
-def rank() -> int:
-    """Return the rank of this process, 0 to size() - 1. Raises ValueError before `hvd.init()`.
-
-    Example: `if hvd.rank() == 0: print(loss)`.
-    """
-    return _number(topology.rank)
-
-
-def size() -> int:
-    """Return the number of ranks. Raises ValueError before `hvd.init()`.
-
-    Example: `lr = 0.01 * hvd.size()`.
-    """
-    return _number(topology.size)
-
-
-def local_rank() -> int:
-    """Return the rank of this process on its node, 0 to local_size() - 1. Raises ValueError before `hvd.init()`.
-
-    Example: `torch.cuda.set_device(hvd.local_rank())`.
-    """
-    return _number(topology.local_rank)
-
-
-def local_size() -> int:
-    """Return the number of ranks on this node. Raises ValueError before `hvd.init()`.
-
-    Example: `hvd.local_size()`.
-    """
-    return _number(topology.local_size)
-
-
-def cross_rank() -> int:
-    """Return the rank of this process among those of all nodes that have its local rank, 0 to cross_size() - 1. Raises
-    ValueError before `hvd.init()`.
-
-    Example: `hvd.cross_rank()`.
-    """
-    return _number(topology.cross_rank)
-
-
-def cross_size() -> int:
-    """Return the number of nodes that have a rank with this local rank. Raises ValueError before `hvd.init()`.
-
-    Example: `hvd.cross_size()`.
-    """
-    return _number(topology.cross_size)
+rank = _number("rank", "the rank of this process, 0 to size() - 1", "if hvd.rank() == 0: print(loss)")
+size = _number("size", "the number of ranks", "lr = 0.01 * hvd.size()")
+local_rank = _number(
+    "local_rank",
+    "the rank of this process on its node, 0 to local_size() - 1",
+    "torch.cuda.set_device(hvd.local_rank())",
+)
+local_size = _number("local_size", "the number of ranks on this node", "hvd.local_size()")
+cross_rank = _number(
+    "cross_rank",
+    "the rank of this process among those of all nodes that have its local rank, 0 to cross_size() - 1",
+    "hvd.cross_rank()",
+)
+cross_size = _number("cross_size", "the number of nodes that have a rank with this local rank", "hvd.cross_size()")
 
 
 def is_homogeneous() -> bool:
@@ -148,7 +126,7 @@ def is_homogeneous() -> bool:
 
     Example: `hvd.is_homogeneous()`.
     """
-    _number(topology.rank)
+    _of_rank(topology.rank)
     sets = PROCESS_SETS.of(world.current())
     nodes = [] if sets is None else [each.node for each in sets.facts]
     return len(set(collections.Counter(nodes).values())) <= 1
@@ -159,7 +137,7 @@ def mpi_threads_supported() -> bool:
 
     Example: `hvd.mpi_threads_supported()`.
     """
-    _number(topology.rank)
+    _of_rank(topology.rank)
     MPI, _ = mpi.load()  # noqa: N806
     return MPI is not None and MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
