@@ -23,15 +23,16 @@ from allred.errors import AllredError, ConfigError
 from allred.run import host_list, job, mpirun, restarts
 from allred.run.host_list import HostList
 from allred.run.job import Job
-from allred.run.resize import ResizeRequests
 from allred.run.restarts import End, RestartPolicy
 from allred.runtime.channel import Channel, Listener, Message, open_listener
 from allred.runtime.loop import Loop
 from allred.runtime.timings import HOST_FILE_S
+from allred.watch import job_monitor
 from allred.watch.records import RESTART, RUNNER_PURPOSE, RUNNER_VARIABLE
 from allred.watch.start import own_address
 from allred.wording import count
 
+RESIZE_PURPOSE = "resize"  # of the channel to `allred resize`
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # The end of the terminal; the warning of Grid Engine's option -notify. A session does not handle these two.
 _PASSED_AS = {signal.SIGHUP: signal.SIGTERM, signal.SIGUSR2: signal.SIGUSR1}
@@ -78,6 +79,35 @@ def _requeued(environ: Mapping[str, str]) -> int:
     """Return how often the batch system has queued the job again; Grid Engine says only whether."""
     count = environ.get("SLURM_RESTART_COUNT") or environ.get("RESTARTED", "")
     return int(count) if count.isdigit() else 0
+
+
+class ResizeRequests:
+    """The requests of `allred resize` to a running job.
+
+    answer: called with the request; returns the answer, which the command prints, or raises AllredError."""
+
+    def __init__(self, loop: Loop, name: str, answer: Callable[[Message], str]) -> None:
+        if name in job_monitor.job_entries(job_monitor.RUN):
+            raise AllredError(f"a job with the name {name!r} runs here already; choose another --name")
+        self._answer, secret, listening = answer, secrets.token_hex(16), open_listener("127.0.0.1")
+        self._listener = Listener(loop, listening, RESIZE_PURPOSE, secret, self._admit)
+        entry = {"port": listening.getsockname()[1], "secret": secret}
+        try:
+            self._file = job_monitor.write_entry(name, job_monitor.RUN, entry)
+        except OSError as error:
+            raise AllredError(f"`allred resize` cannot find this job: {error}; choose another --name") from None
+
+    def _admit(self, channel: Channel, messages: list[Message]) -> None:
+        try:
+            reply = {"text": self._answer(messages[0]), "code": 0}
+        except AllredError as error:
+            reply = {"text": str(error), "code": 1}
+        channel.send(reply)
+        channel.close()
+
+    def close(self) -> None:
+        self._listener.close()
+        job_monitor.remove_entry(self._file)
 
 
 class Runner:

@@ -36,7 +36,7 @@ from pyspark.sql.pandas.types import to_arrow_type
 from pyspark.sql.types import StructType
 
 from allred.errors import InputError
-from allred.spark.arrow_columns import to_rows
+from allred.spark.data_feed import to_rows
 from allred.spark.node_context import read_model
 from allred.spark.spark_cluster import AllredCluster, InputMode
 from allred.validators import integer

@@ -12,7 +12,7 @@ import pytest
 
 from allred.cluster.processors import own_cores, usable_cores
 from allred.errors import AllredError, ConfigError
-from allred.run import command, host_list, mpirun, resize, restarts
+from allred.run import command, host_list, mpirun, restarts, runner
 from allred.run.host_list import HostList
 from allred.run.job import Reports
 from allred.run.restarts import End, RestartPolicy
@@ -272,14 +272,14 @@ def test_entries_of_killed_processes_are_removed(tmp_path, monkeypatch, other):
 def test_a_request_that_is_not_one_ends_no_job(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     with contextlib.closing(Loop()) as loop:
-        requests = resize.ResizeRequests(loop, "mine", lambda request: f"{int(request['np'])} ranks")
+        requests = runner.ResizeRequests(loop, "mine", lambda request: f"{int(request['np'])} ranks")
         with pytest.raises(AllredError, match="a job with the name 'mine' runs here already"):
-            resize.ResizeRequests(loop, "mine", str)
+            runner.ResizeRequests(loop, "mine", str)
         entry, replies = job_monitor.job_entries(job_monitor.RUN)["mine"], []
 
         def ask(secret, message):
             try:
-                with contextlib.closing(connect(("127.0.0.1", entry["port"]), resize.PURPOSE, secret)) as peer:
+                with contextlib.closing(connect(("127.0.0.1", entry["port"]), runner.RESIZE_PURPOSE, secret)) as peer:
                     peer.send(message)
                     replies.append(peer.receive_one(time.monotonic() + 60))
             except (HandshakeError, ConnectionError) as error:

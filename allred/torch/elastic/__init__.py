@@ -19,6 +19,6 @@ Horovod changes the number of ranks inside of running processes. allred starts a
 """
 
 from allred.torch.elastic.elastic_states import ElasticSampler, ObjectState, State, TorchState
-from allred.torch.elastic.run_decorator import run
+from allred.torch.elastic.restartable_job import run
 
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]

@@ -14,7 +14,6 @@ import torch.utils.data
 
 from allred.errors import InputError
 from allred.session import state_pickle
-from allred.torch.elastic.restartable_job import RestartableJob
 from allred.torch.horovod.basics import rank, size
 from allred.torch.horovod.handles import HostsUpdatedInterrupt
 from allred.torch.horovod.state_broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
@@ -103,7 +102,7 @@ class State(SavedState):
     bcast_object: a function that returns the object of rank 0 on all ranks. get_rank: returns the rank.
     """
 
-    elastic_job: RestartableJob | None = None  # inside of a function that is decorated with `elastic.run`
+    elastic_job: Any = None  # a RestartableJob, inside of a function that is decorated with `elastic.run`
 
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
         self._bcast_object, self._rank = bcast_object, get_rank
