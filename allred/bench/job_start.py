@@ -11,7 +11,7 @@ import statistics
 from typing import Any
 
 from allred import testing
-from allred.bench.output import rounded
+from allred.bench.output import ResultWriter, rounded
 from allred.cluster import launcher
 from allred.errors import ConfigError
 from allred.wording import count
@@ -71,16 +71,15 @@ def run(options: argparse.Namespace, command: str) -> None:
         }
         for name, theirs in others.items()
     ]
-    if options.json:
-        for record in [*records, *job_records]:
-            print(json.dumps({"bench": "start", "ranks": options.ranks, "runs": options.runs, **record}), flush=True)
-        return
-    print(f"start of {count(options.ranks, 'rank')}, medians of {count(options.runs, 'job')}; {command}")
-    for record in records:
-        print(f"  {record['part']:16}{record['wall_ms']:>8} ms wall {record['cpu_ms']:>8} ms CPU")
-    for record in job_records:
-        against = f"{record['against']} {record['against_wall_ms']} ms, ratio {record['ratio']}"
-        print(f"  {'job':16}{record['wall_ms']:>8} ms wall; {against}")
+    writer = ResultWriter(options.json, enabled=True)
+    writer.text(f"start of {count(options.ranks, 'rank')}, medians of {count(options.runs, 'job')}; {command}")
+    for record in [*records, *job_records]:
+        text = f"  {record['part']:16}{record['wall_ms']:>8} ms wall"
+        if "against" in record:
+            text += f"; {record['against']} {record['against_wall_ms']} ms, ratio {record['ratio']}"
+        else:
+            text += f" {record['cpu_ms']:>8} ms CPU"
+        writer.result({"bench": "start", "ranks": options.ranks, "runs": options.runs, **record}, text)
 
 
 def _job(ranks: int, code: str) -> testing.Result:
