@@ -24,7 +24,7 @@ _MODULES = {
     "checkpoint": "allred.checkpoint.command",
     "doctor": "allred.doctor.command",
     "info": "allred.doctor.info",
-    "resize": "allred.run.resize",
+    "resize": "allred.run.command:resize",
     "run": "allred.run.command",
     "timeline": "allred.timeline.command",
     "top": "allred.monitor.top",
@@ -35,7 +35,8 @@ def main(arguments: list[str]) -> int:
     """Run the command that the arguments name. Return the exit code."""
     command, rest = (arguments or [""])[0], arguments[1:]
     if command in _MODULES:
-        code: int = importlib.import_module(_MODULES[command]).main(rest)
+        module, _, function = _MODULES[command].partition(":")
+        code: int = getattr(importlib.import_module(module), function or "main")(rest)
         return code
     if command in ("-h", "--help"):
         print(USAGE, end="")

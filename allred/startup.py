@@ -33,10 +33,11 @@ from allred.gpu import streams
 from allred.launch import rendezvous_client
 from allred.runtime import detached
 from allred.watch import exit as exit_protocol
-from allred.watch import exit_callbacks, runner_link, shm_files
+from allred.watch import exit_callbacks, shm_files
 from allred.watch import start as watch
 from allred.watch.excepthook import status_at_exit
 from allred.watch.exit_callbacks import delayed_handlers
+from allred.watch.records import runner_address
 from allred.watch.start import startup_timeout
 from allred.wording import count
 from allred.world import World
@@ -171,7 +172,7 @@ def _join_ranks(comm: Any, settings: dict[str, Any] | str, cluster: Cluster, in_
     host = bootstrap.lowest_rank_here()
     may_use_gpus = isinstance(settings, dict) and settings.get("backend", "auto") in ("auto", "nccl")
     gpus = streams.visible_gpus() if may_use_gpus else streams.NO_GPUS
-    own_mpirun = library.startswith("Open MPI") and not runner_link.address()  # `allred run` passes the hosts itself
+    own_mpirun = library.startswith("Open MPI") and not runner_address()  # `allred run` passes the hosts itself
     ignored = mpi.ignored_host_file(bootstrap.size) if own_mpirun else ""
     transport = TransportFacts(host, bootstrap.mpi is not None, native.available, topology.fabric(), gpus)
     mine = _Facts(settings, host, processors.own_cores(), transport, ignored, world.last_generation)

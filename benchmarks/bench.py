@@ -18,35 +18,31 @@ import overlap
 import raw_nccl
 import save_restore
 
-from allred.bench import allreduce, command, command_options
+from allred.bench import allreduce, command
 from allred.bench.command import BENCHMARKS, Benchmark
 from allred.cluster import launcher
-from allred.errors import ConfigError
 
 
 def _add_overlap(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(overlap.SETS)
     parser.add_argument("--set", dest="sets", default="resnet50", help=f"of {names}; default %(default)s")
     parser.add_argument("--progress", choices=["thread", "caller"], default="thread", help="as ALLRED_PROGRESS")
-    command_options.add_backend(parser)
-    command_options.add_arrays(parser)
+    command.add_backend(parser)
+    command.add_arrays(parser)
 
 
 def _check_overlap(options: argparse.Namespace) -> None:
-    options.dtype = command_options.dtype_of(options.dtype, None)
+    options.dtype = command.dtype_of(options.dtype, None)
     options.items = options.sets.split(",")
-    command_options.check_sets(options.items, overlap.SETS)
-
-
-def _init_overlap(options: argparse.Namespace) -> dict:
+    command.check_sets(options.items, overlap.SETS)
     os.environ["ALLRED_PROGRESS"] = options.progress
-    return {"backend": options.backend, "check_steps": 0}
+    options.init = {"backend": options.backend, "check_steps": 0}
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tensors", type=int, default=64, help="of 1024 x 1024 float32 each; default %(default)s")
     parser.add_argument("--directory", help="visible to all ranks; default: that of temporary files")
-    command_options.add_seconds(parser)
+    command.add_seconds(parser)
 
 
 def _check_checkpoint(options: argparse.Namespace) -> None:
@@ -54,40 +50,38 @@ def _check_checkpoint(options: argparse.Namespace) -> None:
         raise ValueError(f"--tensors must be at least 1, got {options.tensors}")
     if options.directory and not os.path.isdir(options.directory):
         raise ValueError(f"--directory {options.directory} is not a directory")
+    options.init = {"mode": "sync", "backend": None, "check_steps": 0}
 
 
 def _add_ps(parser: argparse.ArgumentParser) -> None:
-    command_options.add_ps(parser)
+    command.add_ps(parser)
     parser.add_argument("--against", choices=["mpi"], help="also time raw MPI on the same arrays, interleaved")
 
 
-def _init_ps(options: argparse.Namespace) -> dict:
+def _check_ps(options: argparse.Namespace) -> None:
     if options.against and (options.servers, launcher.launched_size(os.environ)) != (1, 2):
-        raise ConfigError("--against mpi compares one server and one worker: mpirun -np 2, and --servers 1")
-    return command_options.init_ps(options)
+        raise ValueError("--against mpi compares one server and one worker: mpirun -np 2, and --servers 1")
+    command.check_ps(options)
 
 
 allreduce.BASELINES["nccl"] = raw_nccl.NcclBaseline
-BENCHMARKS["ps"] = BENCHMARKS["ps"]._replace(module="ps_raw_mpi", add=_add_ps, init=_init_ps)
-BENCHMARKS["overlap"] = Benchmark(
-    "overlap", "reduce during the backward pass", _add_overlap, _check_overlap, _init_overlap
-)
+BENCHMARKS["ps"] = BENCHMARKS["ps"]._replace(module="ps_raw_mpi", add=_add_ps, check=_check_ps)
+BENCHMARKS["overlap"] = Benchmark("overlap", "reduce during the backward pass", _add_overlap, _check_overlap)
 BENCHMARKS["checkpoint"] = Benchmark(
     "save_restore",
     "save and restore, against raw files and torch",
     _add_checkpoint,
     _check_checkpoint,
-    command_options.init_sync,
-    save_restore.__doc__,
+    description=save_restore.__doc__,
 )
 BENCHMARKS["hooks"] = Benchmark(
     "torch_hooks",
     "hooked optimizers of torch without a model",
-    command_options.add_models,
-    command_options.check_models,
+    command.add_models,
+    command.check_models,
 )
 BENCHMARKS["horovod"] = Benchmark(
-    "torch_horovod", "allred.torch, and Horovod", command_options.add_models, command_options.check_models
+    "torch_horovod", "allred.torch, and Horovod", command.add_models, command.check_models
 )
 
 if __name__ == "__main__":

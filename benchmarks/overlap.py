@@ -47,20 +47,17 @@ class _NoUpdate:
 def run(options: argparse.Namespace, comm: Any, conditions: dict[str, Any]) -> None:
     """Measure; rank 0 prints. Calls allred.shutdown()."""
     labels = {"ranks": comm.Get_size(), "backend": functions.current().name, "progress": options.progress}
-    prints = comm.Get_rank() == 0
+    writer = output.ResultWriter(options.json, enabled=comm.Get_rank() == 0)
     assert not functions.current().queue.engine.has_progress_thread
-    if prints and not options.json:
-        print(f"overlap: {count(labels['ranks'], 'rank')}, backend {labels['backend']}, progress {labels['progress']}")
-        print(*output.condition_lines(conditions), sep="\n")
+    ranks = count(labels["ranks"], "rank")
+    writer.text(f"overlap: {ranks}, backend {labels['backend']}, progress {labels['progress']}")
+    writer.text("\n".join(output.condition_lines(conditions)))
 
     def write(name: str, result: dict[str, Any]) -> None:
         record = {"bench": "overlap", "set": name, **labels, **result, **conditions}
-        if prints and options.json:
-            output.ResultWriter(as_json=True, enabled=True).line(record)
-        elif prints:
-            texts = {key: output.number(value) for key, value in record.items() if key.endswith(("_us", "share"))}
-            label = f"{name:>12} {record.get('backward') or 'rank 0 ' + record['rank_0']:>12}"
-            print(label + "".join(f"  {key.removesuffix('_us')} {text}" for key, text in texts.items()), flush=True)
+        texts = {key: output.number(value) for key, value in record.items() if key.endswith(("_us", "share"))}
+        label = f"{name:>12} {record.get('backward') or 'rank 0 ' + record['rank_0']:>12}"
+        writer.result(record, label + "".join(f"  {key.removesuffix('_us')} {text}" for key, text in texts.items()))
 
     for name in options.items:  # the first step with reduce() starts the progress thread
         for result in _measure_steps(name, options, comm):

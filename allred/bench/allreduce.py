@@ -15,7 +15,7 @@ arena off                 arrays of numpy, and a communicator of the same ranks 
 import argparse
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -34,24 +34,12 @@ from allred.errors import ConfigError
 UNCOMPRESSED = "allred uncompressed"
 
 
-class Baseline(Protocol):
-    """A choice of --against. It is made by a call with the mpi4py communicator and the dtype, on all ranks."""
-
-    def array_calls(self, array: Any) -> dict[str, Call]:
-        """Return the calls that are compared with `allreduce_`, by name."""
-
-    def group_calls(self, group: list[Any]) -> dict[str, Call]:
-        """Return the calls that are compared with `grouped_allreduce_`, by name."""
-
-    def details(self, group: list[Any], seconds: float) -> dict[str, Any]:
-        """Return more results for the record of a group. Collective."""
-
-    def close(self) -> None:
-        """Free what it holds. Collective."""
-
-
 class MpiBaseline:
-    """Allreduce by mpi4py on its communicator `comm`, without allred."""
+    """A choice of --against, made on all ranks: allreduce by mpi4py on its communicator `comm`, without allred.
+
+    array_calls, group_calls: the calls that are compared with `allreduce_` and `grouped_allreduce_`, by name. details:
+    more results for the record of a group; collective. close: frees what it holds; collective.
+    """
 
     def __init__(self, comm: Any, dtype: np.dtype[Any]) -> None:
         from mpi4py import MPI
@@ -86,7 +74,7 @@ class MpiBaseline:
         pass
 
 
-BASELINES: dict[str, Callable[[Any, np.dtype[Any]], Baseline]] = {"mpi": MpiBaseline}
+BASELINES: dict[str, Callable[[Any, np.dtype[Any]], Any]] = {"mpi": MpiBaseline}
 
 
 def allocate(shapes: Sequence[Shape], dtype: np.dtype[Any], empty: Callable[..., Any] = np.empty) -> list[Any]:

@@ -17,7 +17,6 @@ Under mpirun all ranks read at the same time, each its own files, without barrie
 import argparse
 import importlib.metadata
 import itertools
-import json
 import os
 import pathlib
 import struct
@@ -29,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from allred import command_line, data
-from allred.bench.output import rounded
+from allred.bench.output import ResultWriter, rounded
 from allred.data import tfrecord_files
 from allred.errors import ConfigError
 from allred.wording import ranges
@@ -53,17 +52,14 @@ def run(options: argparse.Namespace, command: str) -> None:
             "cores": ranges(os.sched_getaffinity(0)),
             "command": command,
         }
-        prints = command_line.first_rank()
-        if prints and not options.json:
-            print("data: google-crc32c: {crc32c}; protobuf {protobuf}; cores {cores}".format(**conditions))
-            print(f"{'':36} {'records/s':>12} {'us/record':>10}")
+        writer = ResultWriter(options.json, command_line.first_rank())
+        writer.text("data: google-crc32c: {crc32c}; protobuf {protobuf}; cores {cores}".format(**conditions))
+        writer.text(f"{'':36} {'records/s':>12} {'us/record':>10}")
         for name, case in cases.items():
             rate = records_per_s(case(), options.seconds)
             speed = {"records_per_s": rounded(rate), "us_per_record": rounded(1e6 / rate)}
-            if prints and options.json:
-                print(json.dumps({"bench": "data", "what": name, **speed, **conditions}), flush=True)
-            elif prints:
-                print(f"{name:36} {rate:12,.0f} {1e6 / rate:10.4g}", flush=True)
+            record = {"bench": "data", "what": name, **speed, **conditions}
+            writer.result(record, f"{name:36} {rate:12,.0f} {1e6 / rate:10.4g}")
 
 
 def records_per_s(counts: Counts, seconds: float) -> float:

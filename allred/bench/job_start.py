@@ -11,7 +11,7 @@ import statistics
 from typing import Any
 
 from allred import testing
-from allred.bench.output import rounded
+from allred.bench.output import ResultWriter, rounded
 from allred.cluster import launcher
 from allred.errors import ConfigError
 from allred.wording import count
@@ -67,20 +67,19 @@ def run(options: argparse.Namespace, command: str) -> None:
             "wall_ms": _ms(ours),
             "against": name,
             "against_wall_ms": _ms(theirs),
-            "ratio": _ratio(ours, theirs),
+            "ratio": rounded(statistics.median(a / b for a, b in zip(ours, theirs, strict=True))),
         }
         for name, theirs in others.items()
     ]
-    if options.json:
-        for record in [*records, *job_records]:
-            print(json.dumps({"bench": "start", "ranks": options.ranks, "runs": options.runs, **record}), flush=True)
-        return
-    print(f"start of {count(options.ranks, 'rank')}, medians of {count(options.runs, 'job')}; {command}")
-    for record in records:
-        print(f"  {record['part']:16}{record['wall_ms']:>8} ms wall {record['cpu_ms']:>8} ms CPU")
-    for record in job_records:
-        against = f"{record['against']} {record['against_wall_ms']} ms, ratio {record['ratio']}"
-        print(f"  {'job':16}{record['wall_ms']:>8} ms wall; {against}")
+    writer = ResultWriter(options.json, enabled=True)
+    writer.text(f"start of {count(options.ranks, 'rank')}, medians of {count(options.runs, 'job')}; {command}")
+    for record in [*records, *job_records]:
+        text = f"  {record['part']:16}{record['wall_ms']:>8} ms wall"
+        if "against" in record:
+            text += f"; {record['against']} {record['against_wall_ms']} ms, ratio {record['ratio']}"
+        else:
+            text += f" {record['cpu_ms']:>8} ms CPU"
+        writer.result({"bench": "start", "ranks": options.ranks, "runs": options.runs, **record}, text)
 
 
 def _job(ranks: int, code: str) -> testing.Result:
@@ -91,10 +90,6 @@ def _job(ranks: int, code: str) -> testing.Result:
     if result.code:
         raise ConfigError(f"mpirun -np {ranks} failed: {result.text}")
     return result
-
-
-def _ratio(ours: list[float], theirs: list[float]) -> float:
-    return rounded(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)))
 
 
 def _ms(seconds: Any) -> float:

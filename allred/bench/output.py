@@ -83,28 +83,33 @@ class ResultWriter:
         columns += [f"{'samples':>14}", *(["  against: p50 us, speedup"] if against else [])]
         print("".join(columns), flush=True)
 
+    def text(self, text: str) -> None:
+        """Print a line that is no result."""
+        if self.enabled and not self.as_json:
+            print(text, flush=True)
+
+    def result(self, record: dict[str, Any], text: str) -> None:
+        """Print a result, as JSON or as this text."""
+        if self.enabled:
+            print(json.dumps(record) if self.as_json else text, flush=True)
+
     def footer(self, progress_thread: bool) -> None:
         """Print whether a progress thread runs: it competes with the measured calls for cores."""
-        if self.enabled and not self.as_json:
-            print(f"progress thread: {'running' if progress_thread else 'not running'}", flush=True)
+        self.text(f"progress thread: {'running' if progress_thread else 'not running'}")
 
     def line(self, record: dict[str, Any]) -> None:
-        if not self.enabled:
-            return
-        if self.as_json:
-            print(json.dumps(record), flush=True)
-            return
         times = "".join(f"{number(record[key]):>11}" for key in _COLUMNS[record["bench"]])
         text = f"{record.get('set') or size_name(record['bytes']):>12}{times}"
         text += f"{record['samples']:>6} x {record['calls_per_sample']:<5}"
         if record["against"]:
             text += f"  {record['against']}: {number(record['against_p50_us'])}, {record['speedup']:.2f}x"
-        print(text.rstrip(), flush=True)
+        lines = [text.rstrip()]
         if "enqueue_us" in record:
             rates = ", ".join(f"{key[:-5].replace('_', ' ')} {number(record[key])}" for key in record if key in _RATES)
-            print(f"{'':>12}  enqueue: {number(record['enqueue_us'])} us per call; GB/s: {rates}", flush=True)
+            lines.append(f"{'':>12}  enqueue: {number(record['enqueue_us'])} us per call; GB/s: {rates}")
         if "staleness" in record:
-            print(f"{'':>12}  staleness: {histogram(Counter(record['staleness']))}", flush=True)
+            lines.append(f"{'':>12}  staleness: {histogram(Counter(record['staleness']))}")
+        self.result(record, "\n".join(lines))
 
 
 def tuned() -> bool:

@@ -3,24 +3,26 @@
     ranks 0 to --servers - 1 are servers, the others workers -> verify one step -> time steps interleaved
     (measure.interleave_steps) -> verify the parameters after all steps
 
-algbw = bytes / p50; a step moves these bytes twice, to the server and back. `make_baseline`
-is for benchmarks/ps_mpi.py.
+algbw = bytes / p50; a step moves these bytes twice, to the server and back.
+
+`make_baseline` of `run` is for benchmarks/ps_raw_mpi.py: called with the mpi4py communicator, the shapes and the dtype,
+on all ranks, it returns another implementation of a step for one server and one worker, timed in turn with allred's.
+Its attributes: calls, the steps of the worker by name; handlers, of the server, for control requests of `context`,
+which surrounds a turn of the worker; verify(), which makes each step once and returns {name: problem or ""}.
 """
 
 import argparse
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
-
-import numpy as np
+from collections.abc import Callable
+from typing import Any
 
 import allred
 from allred import arrays, native
 from allred.bench import measure, output, verify
 from allred.bench.allreduce import allocate, in_arena
-from allred.bench.measure import Call, TurnContext
-from allred.bench.verify import LR, Shape, WrongResultError
+from allred.bench.measure import Call
+from allred.bench.verify import LR, WrongResultError
 from allred.errors import ConfigError
 from allred.modes.options import StepOptions
 from allred.optim import SGD
@@ -33,25 +35,8 @@ from allred.ps.protocol import ControlRequest, Statistics
 from allred.ps.server_loop import ServerLoop
 
 
-class StepBaseline(Protocol):
-    """Another implementation of a step, for one server and one worker, timed in turn with allred's.
-
-    calls: the steps of the worker, by name. handlers: of the server, for control requests of `context`, which
-    surrounds a turn of the worker. verify: makes each step once; returns {name: problem or ""}.
-    """
-
-    calls: Mapping[str, Call]
-    handlers: Mapping[type[ControlRequest], Callable[[int, Any], Any]]
-    context: TurnContext
-
-    def verify(self) -> dict[str, str]: ...
-
-
-MakeBaseline = Callable[[Any, list[Shape], np.dtype[Any]], StepBaseline]  # of the mpi4py communicator, on all ranks
-
-
 def run(
-    options: argparse.Namespace, comm: Any, conditions: dict[str, Any], make_baseline: MakeBaseline | None = None
+    options: argparse.Namespace, comm: Any, conditions: dict[str, Any], make_baseline: Callable[..., Any] | None = None
 ) -> None:
     """Measure; worker 0 prints. Raises ConfigError or WrongResultError on all ranks. Calls allred.shutdown()."""
     context = current_context()
@@ -106,7 +91,7 @@ class _WrongResult(ControlRequest):
     problem: str
 
 
-def _serve(context: Context, policy: Policy, baseline: StepBaseline | None) -> None:
+def _serve(context: Context, policy: Policy, baseline: Any) -> None:
     """Serve until the last worker has left. Raises WrongResultError if a worker has reported one."""
     problems: list[str] = []
     optimizer, options = SGD(lr=LR), StepOptions("opt", consistency=policy)
@@ -130,9 +115,7 @@ def _serve(context: Context, policy: Policy, baseline: StepBaseline | None) -> N
 class _BenchWorker:
     """One worker. workers: mpi4py communicator of all workers."""
 
-    def __init__(
-        self, options: argparse.Namespace, policy: Policy, workers: Any, baseline: StepBaseline | None
-    ) -> None:
+    def __init__(self, options: argparse.Namespace, policy: Policy, workers: Any, baseline: Any) -> None:
         self._shapes, self._dtype = verify.PS_SETS[options.set](), options.dtype
         self._workers, self._baseline = workers, baseline
         self._averages = isinstance(policy, Sync)
@@ -181,10 +164,8 @@ class _BenchWorker:
                 target[...] = source
         self._opt.broadcast(self._params)
 
-    def _turn(self, name: str, calls: int) -> contextlib.AbstractContextManager[None]:
-        if name == "allred" or self._baseline is None:
-            return contextlib.nullcontext()
-        return self._baseline.context(name, calls)
+    def _turn(self, name: str, calls: int) -> Any:
+        return contextlib.nullcontext() if name == "allred" else self._baseline.context(name, calls)
 
     def _statistics(self) -> Statistics:
         self._workers.Barrier()

@@ -52,16 +52,11 @@ def run(options: argparse.Namespace, comm: Any, conditions: Record, measure_line
     gloo = dist.new_group(backend="gloo")
     labels = {"ranks": comm.Get_size(), "backend": functions.current().name, "torch": torch.__version__}
     labels["threads_of_torch"] = torch.get_num_threads()
-    prints = comm.Get_rank() == 0
-    if prints and not options.json:
-        print(f"torch {labels['torch']}: {count(labels['ranks'], 'rank')}, backend {labels['backend']}")
-        print(*output.condition_lines(conditions), sep="\n", flush=True)
+    writer = output.ResultWriter(options.json, enabled=comm.Get_rank() == 0)
+    writer.text(f"torch {labels['torch']}: {count(labels['ranks'], 'rank')}, backend {labels['backend']}")
+    writer.text("\n".join(output.condition_lines(conditions)))
     for result in (measure_lines or _measure)(options, comm, gloo):
-        record = {"bench": "torch", **result, **labels, **conditions}
-        if prints and options.json:
-            output.ResultWriter(as_json=True, enabled=True).line(record)
-        elif prints:
-            print(_row(result), flush=True)
+        writer.result({"bench": "torch", **result, **labels, **conditions}, _row(result))
         gc.collect()  # a hooked optimizer is part of a cycle of references; several of them send nothing early
     dist.destroy_process_group()
     comm.Free()

@@ -102,7 +102,7 @@ def commit(
         with file_errors(f"commit: writing {len(content) / 1e6:.1f} MB to", source / MANIFEST):
             overwrite(source, content)
             now = (source / MANIFEST).stat().st_mtime
-            _sync(source)
+            sync_directory(source)
         with file_errors(f"commit: renaming {source} to", target):
             replaced = _rename(source, target)
     except BaseException:
@@ -110,7 +110,7 @@ def commit(
         raise
     release(key)
     with file_errors("commit: syncing", target.parent):
-        _sync(target.parent)
+        sync_directory(target.parent)
     if "training" in written.meta:
         with file_errors(f"commit: {target} is written; renaming later checkpoints in", target.parent):
             move_outdated(target.parent, step, written.meta["training"])
@@ -180,7 +180,7 @@ def _move_aside(target: pathlib.Path, replaced: pathlib.Path) -> None:
             discard(aside)
 
 
-def _sync(directory: pathlib.Path) -> None:
+def sync_directory(directory: pathlib.Path) -> None:
     """Sync the list of files of a directory to disk."""
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -1,7 +1,10 @@
-"""The numbers of this rank in the running job (numbering.py), and its role."""
+"""The numbers of this rank in the running job (numbering.py), its role, and the network interfaces of this host."""
 
 import contextlib
+import fcntl
 import pathlib
+import socket
+import struct
 
 from allred import world
 
@@ -81,3 +84,23 @@ def fabric(sys_class: pathlib.Path = pathlib.Path("/sys/class")) -> str:
             if "ACTIVE" in state.read_text():
                 return f"InfiniBand {state.parts[-4]}"
     return next((f"Slingshot {device.name}" for device in sorted(sys_class.glob("cxi/*"))), "")
+
+
+_SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915  # linux/sockios.h
+_IFF_RUNNING = 0x40  # linux/if.h
+
+
+def ipv4_addresses() -> dict[str, str]:
+    """Return the IPv4 address of each interface that has one, is up, and has a link."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                [flags] = struct.unpack("16xH", fcntl.ioctl(any_socket, _SIOCGIFFLAGS, request)[:18])
+                address = socket.inet_ntoa(fcntl.ioctl(any_socket, _SIOCGIFADDR, request)[20:24])
+            except OSError:  # it has no IPv4 address, or was removed
+                continue
+            if flags & _IFF_RUNNING:
+                found[name] = address
+    return found

@@ -1,7 +1,7 @@
 """The functions of horovod.common.util, and the exception of horovod.common.exceptions, that programs use."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from allred import torch as hvd
@@ -11,29 +11,20 @@ class HorovodVersionMismatchError(ImportError):
     """Horovod was built for another version of a framework. allred never raises it."""
 
 
-def mpi_built(verbose: bool = False) -> bool:
-    """Return whether there is MPI."""
-    return bool(hvd.mpi_built())
+def _with_verbose(built: Callable[[], object]) -> Callable[..., bool]:
+    """Return the function of hvd with the argument `verbose`, which has no effect."""
+
+    def function(verbose: bool = False) -> bool:
+        return bool(built())
+
+    function.__name__ = function.__qualname__ = built.__name__
+    function.__doc__ = built.__doc__
+    return function
 
 
-def gloo_built(verbose: bool = False) -> bool:
-    """Return whether there is Gloo."""
-    return bool(hvd.gloo_built())
-
-
-def nccl_built(verbose: bool = False) -> bool:
-    """Return whether NCCL can be used."""
-    return bool(hvd.nccl_built())
-
-
-def ddl_built(verbose: bool = False) -> bool:
-    """Return whether there is DDL."""
-    return bool(hvd.ddl_built())
-
-
-def ccl_built(verbose: bool = False) -> bool:
-    """Return whether there is oneCCL."""
-    return bool(hvd.ccl_built())
+mpi_built, gloo_built, nccl_built, ddl_built, ccl_built = map(
+    _with_verbose, (hvd.mpi_built, hvd.gloo_built, hvd.nccl_built, hvd.ddl_built, hvd.ccl_built)
+)
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:

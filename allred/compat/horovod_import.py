@@ -74,7 +74,7 @@ _SETS = "ProcessSet add_process_set global_process_set remove_process_set"
 # is a package.
 _MODULES: dict[str, dict[str, str]] = {
     "horovod.torch": {_TORCH: "*"},
-    "horovod.torch.compression": {f"{_TORCH}.horovod.compression": _COMPRESSION},
+    "horovod.torch.compression": {f"{_TORCH}.horovod.operations": _COMPRESSION},
     "horovod.torch.functions": {_TORCH: _OBJECTS},
     "horovod.torch.mpi_ops": {_TORCH: "*"},
     "horovod.torch.optimizer": {_TORCH: "DistributedOptimizer"},
@@ -85,7 +85,7 @@ _MODULES: dict[str, dict[str, str]] = {
     "horovod.common": {},
     "horovod.common.elastic": {_ELASTIC: "ObjectState State"},
     "horovod.common.exceptions": {
-        f"{_TORCH}.horovod.horovod_errors": "HorovodInternalError HostsUpdatedInterrupt",
+        f"{_TORCH}.horovod.handles": "HorovodInternalError HostsUpdatedInterrupt",
         _COMMON: "HorovodVersionMismatchError",
     },
     "horovod.common.process_sets": {_TORCH: _SETS},
@@ -108,7 +108,8 @@ class _HorovodModules(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
         if name in _MISSING:
-            raise ImportError(_unavailable(name), name=name)
+            text = f"allred has no {name}: it has horovod.torch, horovod.run and horovodrun; PyTorch only"
+            raise ImportError(text, name=name)
         module.__doc__ = f"The names of {name}, from allred."
         for source, names in _MODULES[name].items():
             found = importlib.import_module(source)
@@ -126,8 +127,3 @@ def install_modules() -> None:
     """Let this process find the modules below `horovod`."""
     if _FINDER not in sys.meta_path:
         sys.meta_path.append(_FINDER)
-
-
-def _unavailable(module: str) -> str:
-    """Return the message for a part of Horovod that allred does not have."""
-    return f"allred has no {module}: it has horovod.torch, horovod.run and horovodrun; PyTorch only"

@@ -6,6 +6,8 @@ import collections
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
+import numpy as np
+
 from allred.data.loader import (
     BatchSpec,
     Fetched,
@@ -84,8 +86,8 @@ class DistributedBatchSampler(Loader):
         batch_size = check_batch_size(name, batch_size, size)
         epochs = integer(f"{name}: epochs", epochs, 1)
         drop_last = boolean(f"{name}: drop_last", drop_last)
-        super().__init__(rank, size, _as_list, {"rows": rows, "seed": seed})
-        self._sampler = Sampler(rows, batch_size, epochs, seed, drop_last)
+        super().__init__(rank, size, np.ndarray.tolist, {"rows": rows, "seed": seed})
+        self._sampler = Sampler(rows, batch_size, epochs, seed, drop_last, joins_below=size)
         self.rows, self.batch_size, self.epochs, self.drop_last = rows, batch_size, epochs, drop_last
         self._followed: Iterator[Any] | None = None
 
@@ -102,30 +104,18 @@ class DistributedBatchSampler(Loader):
 
     def __len__(self) -> int:
         """Return the number of batches of an iteration from the beginning."""
-        return self.epochs * len(self._batch_starts(0))
-
-    def _batch_starts(self, first: int) -> list[int]:
-        """Return the first row of each global batch of an epoch that begins at row `first`."""
-        least = self.batch_size if self.drop_last else 1
-        begins = list(range(first, self.rows - least + 1, self.batch_size))
-        return begins[:-1] if len(begins) > 1 and self.rows - begins[-1] < self.size else begins
+        return self.epochs * len(self._sampler.begins(0))
 
     def specs(self, start: Position) -> Iterator[BatchSpec]:
         """Yield the sample indices of this rank's shares."""
-        stop = start.epoch + 1 if self.epochs == 1 else self.epochs
-        for epoch in range(start.epoch, stop):
-            first = start.samples if epoch == start.epoch else 0
-            begins, order = self._batch_starts(first), self._sampler.order(epoch)
-            for number, begin in enumerate(begins):
-                is_last = number == len(begins) - 1 and not self.drop_last
-                rows = order[begin : self.rows if is_last else begin + self.batch_size]
-                if len(rows) < self.size:
-                    raise InputError(
-                        f"DistributedBatchSampler: {len(rows)} rows of epoch {epoch} are left after the position that "
-                        f"was loaded, which are too few for {self.size} ranks; resume on {len(rows)} or fewer ranks"
-                    )
-                mine = rows[rank_slice(len(rows), self.rank, self.size)]
-                yield BatchSpec(Position(epoch, begin + len(rows)), len(mine), len(rows), mine)
+        for position, rows in self._sampler.batches(start, start.epoch + 1 if self.epochs == 1 else None):
+            if len(rows) < self.size:
+                raise InputError(
+                    f"DistributedBatchSampler: {len(rows)} rows of epoch {position.epoch} are left after the position "
+                    f"that was loaded, which are too few for {self.size} ranks; resume on {len(rows)} or fewer ranks"
+                )
+            mine = rows[rank_slice(len(rows), self.rank, self.size)]
+            yield BatchSpec(position, len(mine), len(rows), mine)
 
     def __iter__(self) -> Iterator[list[int]]:
         return self._iterate_lazily() if self._followed is None else self._followed
@@ -160,11 +150,6 @@ class DistributedBatchSampler(Loader):
                 self._followed = None
 
         return self.iterate(fetch)
-
-
-def _as_list(rows: Any) -> list[int]:
-    found: list[int] = rows.tolist()
-    return found
 
 
 def sampler_of(data: Any) -> DistributedBatchSampler | None:

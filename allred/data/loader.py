@@ -160,6 +160,7 @@ class Sampler:
     epochs: int
     seed: int | None
     drop_last: bool
+    joins_below: int = 0  # a last batch with fewer samples is joined to the one before it
 
     @property
     def steps_per_epoch(self) -> int:
@@ -172,8 +173,15 @@ class Sampler:
             return np.arange(self.rows)
         return np.random.default_rng([self.seed, epoch]).permutation(self.rows)
 
-    def batches(self, start: Position = BEGIN) -> Iterator[tuple[Position, Array]]:
-        """Yield each global batch from `start` on: the position after it, and its samples, int64 (n,).
+    def begins(self, first: int) -> range:
+        """Return the first sample of each global batch of an epoch that begins at sample `first`."""
+        least = self.batch_size if self.drop_last else 1
+        begins = range(first, self.rows - least + 1, self.batch_size)
+        return begins[:-1] if len(begins) > 1 and self.rows - begins[-1] < self.joins_below else begins
+
+    def batches(self, start: Position = BEGIN, stop: int | None = None) -> Iterator[tuple[Position, Array]]:
+        """Yield each global batch from `start` on: the position after it, and its samples, int64 (n,). stop: the epoch
+        to end before, by default `epochs`.
 
         >>> for position, samples in Sampler(5, 2, 2, None, False).batches(Position(0, 3)):
         ...     print(position.epoch, position.samples, samples)
@@ -182,15 +190,14 @@ class Sampler:
         1 4 [2 3]
         1 5 [4]
         """
-        for epoch in range(start.epoch, self.epochs):
-            first = start.samples if epoch == start.epoch else 0
-            least = self.batch_size if self.drop_last else 1
-            begins = range(first, self.rows - least + 1, self.batch_size)
+        for epoch in range(start.epoch, self.epochs if stop is None else stop):
+            begins = self.begins(start.samples if epoch == start.epoch else 0)
             if not begins:
                 continue
             order = self.order(epoch)
             for begin in begins:
-                samples = order[begin : begin + self.batch_size]
+                is_last = begin == begins[-1] and not self.drop_last
+                samples = order[begin : self.rows if is_last else begin + self.batch_size]
                 yield Position(epoch, begin + len(samples)), samples
 
 

@@ -113,7 +113,7 @@ def _examine_world(watchdog: Watchdog, printer: ReportPrinter, comm: Any, report
 
 def diagnose(reports: list[RankReport]) -> list[Finding]:
     """The findings about the facts of all ranks. A pure function."""
-    first = reports[0].topics
+    first = reports[0].facts
     launch, library = _fact(first, "launcher", mpi.LaunchFacts), _fact(first, "MPI library", mpi.LibraryFacts)
     found = findings.diagnose(TOPICS, reports)
     if "world" not in first:
@@ -121,7 +121,7 @@ def diagnose(reports: list[RankReport]) -> list[Finding]:
     if launch and library and not library.error:
         found += mpi.diagnose_start(launch, library.name)
     if not (library and library.error and first["world"].error):  # the same error, which "MPI library" reports
-        found += mpi.diagnose_world([report.topic("world") for report in reports], launch, library)
+        found += mpi.diagnose_world(findings.of_topic(reports, "world"), launch, library)
     return found
 
 

@@ -55,16 +55,7 @@ class RankFacts(Generic[F]):
     facts: F
 
 
-@dataclasses.dataclass(frozen=True)
-class RankReport:
-    """All topics of one rank: the facts of each topic, or a ProbeFailure."""
-
-    rank: int
-    host: str
-    topics: Mapping[str, Any]
-
-    def topic(self, name: str) -> RankFacts[Any]:
-        return RankFacts(self.rank, self.host, self.topics[name])
+RankReport = RankFacts[Mapping[str, Any]]  # all topics of a rank: the facts of each, or a ProbeFailure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +89,7 @@ def probe(
 def diagnose(topics: list[Topic[Any]], reports: list[RankReport]) -> list[Finding]:
     findings: list[Finding] = []
     for topic in topics:
-        ranks = [report.topic(topic.name) for report in reports if report.topics[topic.name] is not None]
+        ranks = [rank for rank in of_topic(reports, topic.name) if rank.facts is not None]
         failed = [rank for rank in ranks if isinstance(rank.facts, ProbeFailure)]
         probed = [rank for rank in ranks if not isinstance(rank.facts, ProbeFailure)]
         try:
@@ -113,6 +104,11 @@ def diagnose(topics: list[Topic[Any]], reports: list[RankReport]) -> list[Findin
                 where *= len(ranks) > 1
                 findings.append(Finding(NOTE, topic.name, f"could not be examined: {text}{where}"))
     return findings
+
+
+def of_topic(reports: list[RankReport], name: str) -> list[RankFacts[Any]]:
+    """Return the facts of one topic on all ranks."""
+    return [RankFacts(report.rank, report.host, report.facts[name]) for report in reports]
 
 
 def rank_names(ranks: list[Any]) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 from allred import config, log, native
 from allred.cluster import mpi
 from allred.errors import AllredError, CollectiveTimeout, ConfigError
-from allred.launch.rendezvous_state import PURPOSE
+from allred.launch.rendezvous_server import PURPOSE
 from allred.runtime import channel, detached
 from allred.runtime.channel import Channel, HandshakeError, connect
 from allred.runtime.timings import ADDRESS_FREE_S, AUTHENTICATE_S, REMIND_TASKS_S, RETRY_S

@@ -1,17 +1,21 @@
-"""python -m allred run: its options."""
+"""python -m allred run and resize (changes the number of ranks of a running job of `allred run`): their options."""
 
 import argparse
 import functools
 import os
 import re
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from allred.command_line import Parser, fail, parse
 from allred.errors import AllredError, ConfigError
 from allred.run import host_list, mpirun
-from allred.run.runner import JobOptions, Runner
+from allred.run.runner import RESIZE_PURPOSE, JobOptions, Runner
+from allred.runtime.channel import HandshakeError, connect
+from allred.runtime.timings import RESIZE_S
+from allred.watch import job_monitor
 
 _DESCRIPTION = """\
 Starts a program with the mpirun of the MPI that mpi4py loads. The hosts are those of --hosts or --hostfile, else those
@@ -125,3 +129,35 @@ def _with_output(options: argparse.Namespace, words: list[str]) -> list[str]:
         return words
     logs = os.path.abspath(options.logs) if options.logs else ""
     return [sys.executable, str(Path(__file__).with_name("rank_output.py")), str(int(options.tag)), logs, *words]
+
+
+# python -m allred resize.
+
+
+def _resize_parser(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser(
+        prog="python -m allred resize",
+        description="Changes the number of ranks of a job that `python -m allred run` has started on this host: its "
+        "session writes a checkpoint after the current step, and the job starts again with the new number.",
+    )
+    parser.add_argument("job", nargs="?", default="", help="its name; not needed if one job runs")
+    parser.add_argument("np", type=int, help="the new number of ranks")
+    return parser.parse_args(arguments)
+
+
+def resize(arguments: list[str]) -> int:
+    """Run `python -m allred resize`. Return the exit code."""
+    options = parse(_resize_parser, arguments)
+    if isinstance(options, int):
+        return options
+    try:
+        job = job_monitor.choose_job(options.job, job_monitor.job_entries(job_monitor.RUN), "`allred run`")
+        channel = connect(("127.0.0.1", job["port"]), RESIZE_PURPOSE, job["secret"])
+        channel.send({"np": options.np})
+        reply = channel.receive_one(time.monotonic() + RESIZE_S)
+    except (AllredError, HandshakeError, OSError, ValueError) as error:
+        return fail(f"python -m allred resize: {error}", 1)
+    if reply["code"]:
+        return fail(f"python -m allred resize: {reply['text']}", 1)
+    print(reply["text"])
+    return 0

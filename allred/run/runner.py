@@ -23,15 +23,16 @@ from allred.errors import AllredError, ConfigError
 from allred.run import host_list, job, mpirun, restarts
 from allred.run.host_list import HostList
 from allred.run.job import Job
-from allred.run.resize import ResizeRequests
 from allred.run.restarts import End, RestartPolicy
 from allred.runtime.channel import Channel, Listener, Message, open_listener
 from allred.runtime.loop import Loop
 from allred.runtime.timings import HOST_FILE_S
-from allred.watch.runner_link import PURPOSE, RESTART, VARIABLE
+from allred.watch import job_monitor
+from allred.watch.records import RESTART, RUNNER_PURPOSE, RUNNER_VARIABLE
 from allred.watch.start import own_address
 from allred.wording import count
 
+RESIZE_PURPOSE = "resize"  # of the channel to `allred resize`
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # The end of the terminal; the warning of Grid Engine's option -notify. A session does not handle these two.
 _PASSED_AS = {signal.SIGHUP: signal.SIGTERM, signal.SIGUSR2: signal.SIGUSR1}
@@ -80,6 +81,35 @@ def _requeued(environ: Mapping[str, str]) -> int:
     return int(count) if count.isdigit() else 0
 
 
+class ResizeRequests:
+    """The requests of `allred resize` to a running job.
+
+    answer: called with the request; returns the answer, which the command prints, or raises AllredError."""
+
+    def __init__(self, loop: Loop, name: str, answer: Callable[[Message], str]) -> None:
+        if name in job_monitor.job_entries(job_monitor.RUN):
+            raise AllredError(f"a job with the name {name!r} runs here already; choose another --name")
+        self._answer, secret, listening = answer, secrets.token_hex(16), open_listener("127.0.0.1")
+        self._listener = Listener(loop, listening, RESIZE_PURPOSE, secret, self._admit)
+        entry = {"port": listening.getsockname()[1], "secret": secret}
+        try:
+            self._file = job_monitor.write_entry(name, job_monitor.RUN, entry)
+        except OSError as error:
+            raise AllredError(f"`allred resize` cannot find this job: {error}; choose another --name") from None
+
+    def _admit(self, channel: Channel, messages: list[Message]) -> None:
+        try:
+            reply = {"text": self._answer(messages[0]), "code": 0}
+        except AllredError as error:
+            reply = {"text": str(error), "code": 1}
+        channel.send(reply)
+        channel.close()
+
+    def close(self) -> None:
+        self._listener.close()
+        job_monitor.remove_entry(self._file)
+
+
 class Runner:
     """Runs a job to its end."""
 
@@ -125,7 +155,7 @@ class Runner:
         remote = [name for name in self._hosts.slots if not host_list.is_local(name)]
         address, secret = own_address(remote) if remote else "127.0.0.1", secrets.token_hex(16)
         listening = open_listener(address)
-        Listener(self._loop, listening, PURPOSE, secret, self._connect)
+        Listener(self._loop, listening, RUNNER_PURPOSE, secret, self._connect)
         return address, listening.getsockname()[1], secret
 
     def _connect(self, link: Channel, messages: list[Message]) -> None:
@@ -186,7 +216,7 @@ class Runner:
         settings = {**self._options.settings, **mpirun.torch_variables(assigned, os.environ)}
         settings |= {"ALLRED_STARTS": str(self._starts), "ALLRED_JOB": self._options.name}
         address, port, secret = listening
-        own = {VARIABLE: f"{address} {port} {secret}", "ALLRED_ELASTIC_DIR": self._commits}
+        own = {RUNNER_VARIABLE: f"{address} {port} {secret}", "ALLRED_ELASTIC_DIR": self._commits}
         environ = {**os.environ, **settings, **own}
         program = mpirun.with_rank(self._options.program)
         words = mpirun.command(self._launch, assigned, program, environ, mpirun.is_root(), self._options.forwards_all)

@@ -4,7 +4,7 @@
 
     barrier_job.py      on the driver: the Spark job that starts a rank in each task; run()
     spark_cluster.py    on the driver: AllredCluster, with cluster_monitor.py, its connections to the supervisors
-    rank_process.py     in a Spark task: starts rank_program.py, and waits for its outcome (outcomes.py)
+    rank_process.py     in a Spark task: starts a rank, its program, and waits for its outcome (outcomes.py)
     supervisor.py       the parent process of a rank that is fed; it outlives the Spark task that started it
     feeder.py, feed_queue.py, data_feed.py    the way of a partition: Spark task, supervisor, rank
 """

@@ -22,8 +22,7 @@ from allred.errors import AllredError, InputError
 from allred.run.restarts import End, RestartPolicy
 from allred.spark import outcomes
 from allred.spark.outcomes import Outcome, RankFailure
-from allred.spark.rank_process import RankProcess
-from allred.spark.rank_program import RankSpec, check_installed, rank_name
+from allred.spark.rank_process import RankProcess, RankSpec, check_installed, rank_name
 from allred.validators import integer
 
 SLOTS_S = 25.0  # for executors to register, before too few slots are an error

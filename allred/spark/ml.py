@@ -7,6 +7,8 @@
 Importing it needs pyspark and pyarrow.
 """
 
+# ruff: noqa: N802, N815  (names of Spark)
+
 import argparse
 import base64
 import pickle
@@ -34,7 +36,7 @@ from pyspark.sql.pandas.types import to_arrow_type
 from pyspark.sql.types import StructType
 
 from allred.errors import InputError
-from allred.spark.arrow_columns import to_rows
+from allred.spark.data_feed import to_rows
 from allred.spark.node_context import read_model
 from allred.spark.spark_cluster import AllredCluster, InputMode
 from allred.validators import integer
@@ -46,30 +48,34 @@ def _mapping(value: Any) -> dict[str, str]:
     return dict(value)
 
 
+def _setter(param: str, doc: str) -> Callable[[Any, Any], Any]:
+    """Return the method that sets a Param, and returns the object."""
+
+    def method(self: Any, value: Any) -> Any:
+        return self._set(**{param: value})
+
+    method.__doc__ = doc
+    return method
+
+
 class _ModelParams(Params):
     """The Params that estimator and model share."""
 
-    inputMapping = Param(Params._dummy(), "inputMapping", "{column: name in a batch}", _mapping)  # noqa: N815
-    outputMapping = Param(Params._dummy(), "outputMapping", "{name of a result: 'column TYPE'}", _mapping)  # noqa: N815
-    batchSize = Param(Params._dummy(), "batchSize", "rows in a batch", TypeConverters.toInt)  # noqa: N815
-    exportDir = Param(Params._dummy(), "exportDir", "directory of the exported model", TypeConverters.toString)  # noqa: N815
+    inputMapping = Param(Params._dummy(), "inputMapping", "{column: name in a batch}", _mapping)
+    outputMapping = Param(Params._dummy(), "outputMapping", "{name of a result: 'column TYPE'}", _mapping)
+    batchSize = Param(Params._dummy(), "batchSize", "rows in a batch", TypeConverters.toInt)
+    exportDir = Param(Params._dummy(), "exportDir", "directory of the exported model", TypeConverters.toString)
 
-    def setInputMapping(self, value: Mapping[str, str]) -> Any:  # noqa: N802
-        """Set the columns that map_fun and the model read, and their names in a batch."""
-        return self._set(inputMapping=value)
-
-    def setOutputMapping(self, value: Mapping[str, str]) -> Any:  # noqa: N802
+    setInputMapping = _setter(
+        "inputMapping", "Set the columns that map_fun and the model read, and their names in a batch."
+    )
+    setOutputMapping = _setter(
+        "outputMapping",
         """Set the columns that `transform` adds: {name in the dict that predict returns: "column TYPE"}, with a type of
-        Spark SQL. If predict returns one array, one column with any name."""
-        return self._set(outputMapping=value)
-
-    def setBatchSize(self, value: int) -> Any:  # noqa: N802
-        """Set the number of rows in a batch. Default: 100."""
-        return self._set(batchSize=value)
-
-    def setExportDir(self, value: str) -> Any:  # noqa: N802
-        """Set the directory of the model, on a file system that all executors share."""
-        return self._set(exportDir=value)
+        Spark SQL. If predict returns one array, one column with any name.""",
+    )
+    setBatchSize = _setter("batchSize", "Set the number of rows in a batch. Default: 100.")
+    setExportDir = _setter("exportDir", "Set the directory of the model, on a file system that all executors share.")
 
 
 class _PickledWriter(MLWriter):
@@ -79,7 +85,7 @@ class _PickledWriter(MLWriter):
         super().__init__()
         self._instance = instance
 
-    def saveImpl(self, path: str) -> None:  # noqa: N802
+    def saveImpl(self, path: str) -> None:
         found = {name: getattr(self._instance, name) for name in self._instance.pickled}
         text = base64.b64encode(cloudpickle.dumps(found)).decode()
         spark = SparkSession.active()
@@ -122,12 +128,12 @@ class AllredEstimator(Estimator, _ModelParams, _Saved):
     Saved with `estimator.save(path)`: map_fun by value, so load only files that you trust.
     """
 
-    clusterSize = Param(Params._dummy(), "clusterSize", "tasks, including the servers", TypeConverters.toInt)  # noqa: N815
-    numPS = Param(Params._dummy(), "numPS", "parameter servers", TypeConverters.toInt)  # noqa: N815
+    clusterSize = Param(Params._dummy(), "clusterSize", "tasks, including the servers", TypeConverters.toInt)
+    numPS = Param(Params._dummy(), "numPS", "parameter servers", TypeConverters.toInt)
     epochs = Param(Params._dummy(), "epochs", "passes over the rows", TypeConverters.toInt)
     steps = Param(Params._dummy(), "steps", "maximum number of steps; 0: no limit", TypeConverters.toInt)
-    modelDir = Param(Params._dummy(), "modelDir", "directory of checkpoints", TypeConverters.toString)  # noqa: N815
-    maxAttempts = Param(Params._dummy(), "maxAttempts", "attempts in total", TypeConverters.toInt)  # noqa: N815
+    modelDir = Param(Params._dummy(), "modelDir", "directory of checkpoints", TypeConverters.toString)
+    maxAttempts = Param(Params._dummy(), "maxAttempts", "attempts in total", TypeConverters.toInt)
 
     pickled = ("map_fun", "args")
 
@@ -139,29 +145,12 @@ class AllredEstimator(Estimator, _ModelParams, _Saved):
             modelDir="", maxAttempts=1,
         )  # fmt: skip
 
-    def setClusterSize(self, value: int) -> Any:  # noqa: N802
-        """Set the number of tasks, including the servers. Default: 1."""
-        return self._set(clusterSize=value)
-
-    def setNumPS(self, value: int) -> Any:  # noqa: N802
-        """Set the number of parameter servers. Default: 0."""
-        return self._set(numPS=value)
-
-    def setEpochs(self, value: int) -> Any:  # noqa: N802
-        """Set the number of passes over the rows. Default: 1."""
-        return self._set(epochs=value)
-
-    def setSteps(self, value: int) -> Any:  # noqa: N802
-        """Set the maximum number of steps, which map_fun applies. Default: 0, no limit."""
-        return self._set(steps=value)
-
-    def setModelDir(self, value: str) -> Any:  # noqa: N802
-        """Set the directory of checkpoints, on a file system that all executors share."""
-        return self._set(modelDir=value)
-
-    def setMaxAttempts(self, value: int) -> Any:  # noqa: N802
-        """Set the number of attempts in total. Default: 1, no restart after a failure."""
-        return self._set(maxAttempts=value)
+    setClusterSize = _setter("clusterSize", "Set the number of tasks, including the servers. Default: 1.")
+    setNumPS = _setter("numPS", "Set the number of parameter servers. Default: 0.")
+    setEpochs = _setter("epochs", "Set the number of passes over the rows. Default: 1.")
+    setSteps = _setter("steps", "Set the maximum number of steps, which map_fun applies. Default: 0, no limit.")
+    setModelDir = _setter("modelDir", "Set the directory of checkpoints, on a file system that all executors share.")
+    setMaxAttempts = _setter("maxAttempts", "Set the number of attempts in total. Default: 1, no restart.")
 
     def _fit(self, dataset: DataFrame) -> "AllredModel":
         get = self.getOrDefault
@@ -171,7 +160,7 @@ class AllredEstimator(Estimator, _ModelParams, _Saved):
             raise InputError("AllredEstimator: setExportDir is missing; map_fun exports the model to this directory")
         if missing := [column for column in columns if column not in dataset.columns]:
             raise InputError(f"AllredEstimator: no column {missing[0]!r} in {', '.join(dataset.columns)}")
-        data, epochs = dataset.select([_quoted(column) for column in columns]), get(self.epochs)
+        data, epochs = dataset.select([f"`{column.replace('`', '``')}`" for column in columns]), get(self.epochs)
         integer("AllredEstimator: epochs", epochs, 1)
         cluster = AllredCluster.run(
             dataset.sparkSession.sparkContext, self.map_fun, self.merged_args(), get(self.clusterSize),
@@ -192,10 +181,6 @@ class AllredEstimator(Estimator, _ModelParams, _Saved):
         found.model_dir, found.export_dir = get(self.modelDir), get(self.exportDir)
         found.input_mapping = get(self.inputMapping) or None
         return found
-
-
-def _quoted(column: str) -> str:
-    return f"`{column.replace('`', '``')}`"
 
 
 class AllredModel(Model, _ModelParams, _Saved):

@@ -32,7 +32,7 @@ UNCERTAIN = 2  # this rank has ended without an outcome, or was not started; may
 
 _EXCEPTION_CHARACTERS = 2_000
 _TRACEBACK_CHARACTERS = 50_000
-_OWN_MODULES = ("__main__", "allred.spark.rank_program")
+_OWN_MODULES = ("__main__", "allred.spark.rank_process")
 
 
 def of_result(rank: int, result: Any) -> Outcome:

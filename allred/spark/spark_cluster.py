@@ -18,8 +18,7 @@ from allred.spark.barrier_job import (
 )
 from allred.spark.cluster_monitor import ClusterMonitor
 from allred.spark.outcomes import Outcome, RankFailure, first_failure
-from allred.spark.rank_process import RankProcess
-from allred.spark.rank_program import RankSpec
+from allred.spark.rank_process import RankProcess, RankSpec
 from allred.validators import integer, positive
 
 if TYPE_CHECKING:

@@ -27,8 +27,7 @@ from allred.runtime.timings import DRIVER_LOST_S, RANK_EXIT_S, REMIND_ROWS_S
 from allred.spark import outcomes
 from allred.spark.feed_queue import FEED_PURPOSE, FeedQueue, SpoolFile
 from allred.spark.outcomes import Outcome
-from allred.spark.rank_process import RankProcess
-from allred.spark.rank_program import RankSpec
+from allred.spark.rank_process import RankProcess, RankSpec
 from allred.watch.process_state import ancestors, name
 
 PURPOSE = "spark"
@@ -282,7 +281,7 @@ def _remove(files: list[str]) -> None:
 
 
 def main() -> None:
-    """Run the program. Its arguments are those of rank_program.py."""
+    """Run the program. Its arguments are those of rank_process.py."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     task = Connection(int(sys.argv[1]))

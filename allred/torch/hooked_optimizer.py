@@ -29,16 +29,22 @@ from allred.modes.options import StepOptions
 from allred.modes.reducer import Reducer
 from allred.modes.sync import SyncMode
 from allred.ps import context
-from allred.torch import reduced_marks
-from allred.torch.backward_callbacks import call_after_backward
-from allred.torch.backward_state import BackwardPass, NextStep, decide_overlap
-from allred.torch.gradient_hooks import GradientHooks
+from allred.torch.backward_state import BackwardPass, NextStep, ReductionAgreement, decide_overlap
 from allred.torch.module_checkpoints import ModuleCheckpoints
 from allred.torch.optimizer_adapter import OptimizerAdapter, is_trained, layout_of
-from allred.torch.reduction_agreement import ReductionAgreement
-from allred.torch.replaced_methods import replace_methods, restore_methods
+from allred.torch.optimizer_hooks import (
+    BOTH,
+    REDUCED,
+    GradientHooks,
+    call_after_backward,
+    mark_reduced,
+    mark_refusal,
+    marked,
+    replace_methods,
+    restore_methods,
+    uncompiled,
+)
 from allred.torch.tensors import copy_like
-from allred.torch.uncompiled import uncompiled
 
 _call_orders = itertools.count()
 _graph_task = torch._C._current_graph_task_id
@@ -177,7 +183,7 @@ class HookedOptimizer(ModuleCheckpoints):
         parameters = self._trained()
         if not self._has_overlap() or self._gradients_of_step > 1 or len(_hooked) > 1 or self._repeats:
             return False
-        if self._marks and reduced_marks.marked(parameters, *reduced_marks.BOTH):
+        if self._marks and marked(parameters, *BOTH):
             return False
         return self._agreed_layout in (None, layout_of(parameters, True))
 
@@ -277,18 +283,18 @@ class HookedOptimizer(ModuleCheckpoints):
         if sparse.names or any(each.grad is not None and each.grad.is_sparse for each in parameters.values()):
             problem = problem or sparse.refusal(parameters)
         if self._marks:
-            problem = problem or reduced_marks.refusal(parameters, self._options.op)
-            if reduced_marks.marked(parameters, *reduced_marks.BOTH):  # on all ranks
+            problem = problem or mark_refusal(parameters, self._options.op)
+            if marked(parameters, *BOTH):  # on all ranks
                 mode.forget_order()
         mode.in_skipped_step = self._next.is_skipped
         params, grads = ({}, {}) if problem else self._adapter.step_input()
-        reduced = reduced_marks.marked(parameters, reduced_marks.REDUCED) if self._marks and not problem else []
+        reduced = marked(parameters, REDUCED) if self._marks and not problem else []
         for name in reduced:  # such as by another optimizer
             del params[name], grads[name]
         self._step(params, grads, samples, problem)
         self._next = NextStep(is_reduced=True, is_skipped=mode.was_skipped)
         if self._marks and not self._next.is_skipped:
-            reduced_marks.mark(parameters)
+            mark_reduced(parameters)
         self._adapter.release_gradients()
 
     def _samples_of_step(self) -> int | None:

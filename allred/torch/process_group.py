@@ -26,8 +26,8 @@ from allred.comm import process_set
 from allred.comm.communicator import Communicator
 from allred.comm.work import call_site
 from allred.errors import AllredError, InputError
-from allred.torch import data_movement, reductions, rendezvous
-from allred.torch.call_arguments import device_of, with_options
+from allred.torch import group_operations, rendezvous
+from allred.torch.group_operations import device_of, with_options
 from allred.torch.tensors import as_raw_array
 from allred.torch.torch_work import StartedOperation, TorchWork, UnstartedError, start_each
 
@@ -114,13 +114,13 @@ class ProcessGroupAllred(dist.ProcessGroup):
     def _allreduce(self, tensors: Tensors, opts: Any) -> TorchWork:
         """As `allreduce`. If the caller waits at once (asyncOp is false), without a time limit, take the faster way."""
         blocking = getattr(opts, "asyncOp", True) is False and self._limit_of(opts) is None
-        parts = reductions.allreduce(self.communicator, tensors, opts.reduceOp, blocking)
+        parts = group_operations.allreduce(self.communicator, tensors, opts.reduceOp, blocking)
         return TorchWork(parts, tensors, None) if blocking else self._start(parts, tensors, opts)
 
     @operation("allreduce")
     def reduce(self, tensors: Tensors, opts: Any) -> TorchWork:
         name, is_root = self._name_with_root("reduce", opts), self._is_root(opts)
-        parts = [reductions.reduce(self.communicator, tensor, opts.reduceOp, is_root, name) for tensor in tensors]
+        parts = [group_operations.reduce(self.communicator, tensor, opts.reduceOp, is_root, name) for tensor in tensors]
         return self._start(parts, tensors, opts)
 
     @operation("reducescatter")
@@ -138,7 +138,7 @@ class ProcessGroupAllred(dist.ProcessGroup):
     def _reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> TorchWork:
         """inputs: for each output a tensor for each rank, or one for all."""
         _check_lengths(outputs, inputs)
-        start = functools.partial(reductions.reducescatter, self.communicator, op=opts.reduceOp)
+        start = functools.partial(group_operations.reducescatter, self.communicator, op=opts.reduceOp)
         pairs = zip(outputs, inputs, strict=True)
         return self._start(start_each([functools.partial(start, *pair) for pair in pairs]), outputs, opts)
 
@@ -176,7 +176,7 @@ class ProcessGroupAllred(dist.ProcessGroup):
     def _allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> TorchWork:
         """outputs: for each input a tensor for each rank, or one for all."""
         _check_lengths(outputs, inputs)
-        start = functools.partial(data_movement.allgather, self.communicator)
+        start = functools.partial(group_operations.allgather, self.communicator)
         parts = start_each([functools.partial(start, *pair) for pair in zip(outputs, inputs, strict=True)])
         return self._start(parts, [tensor for into in outputs for tensor in into], opts)
 
@@ -185,13 +185,13 @@ class ProcessGroupAllred(dist.ProcessGroup):
 
     @operation("alltoall")
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any) -> TorchWork:
-        return self._start([data_movement.alltoall(self.communicator, outputs, inputs)], outputs, opts)
+        return self._start([group_operations.alltoall(self.communicator, outputs, inputs)], outputs, opts)
 
     @operation("alltoall", takes_lists=False)
     def alltoall_base(
         self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], opts: Any
     ) -> TorchWork:
-        part = data_movement.alltoall_single(self.communicator, output, tensor, received, sent)
+        part = group_operations.alltoall_single(self.communicator, output, tensor, received, sent)
         return self._start([part], [output], opts)
 
     all_to_all_single = alltoall_base
@@ -200,14 +200,14 @@ class ProcessGroupAllred(dist.ProcessGroup):
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> TorchWork:
         name, (tensor,) = self._name_with_root("gather", opts), inputs
         into = outputs[0] if self._is_root(opts) else []
-        part = data_movement.gather(self.communicator, into, tensor, opts.rootRank, name)
+        part = group_operations.gather(self.communicator, into, tensor, opts.rootRank, name)
         return self._start([part], into, opts)
 
     @operation("alltoall")
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> TorchWork:
         name, (output,) = self._name_with_root("scatter", opts), outputs
         tensors = inputs[0] if self._is_root(opts) else []
-        part = data_movement.scatter(self.communicator, output, tensors, opts.rootRank, name)
+        part = group_operations.scatter(self.communicator, output, tensors, opts.rootRank, name)
         return self._start([part], outputs, opts)
 
     def _is_root(self, opts: Any) -> bool:

@@ -22,16 +22,17 @@ class SparseGradients:
     def agree_on_names(self, communicator: Communicator, parameters: dict[str, torch.Tensor], title: str) -> None:
         """Agree on the names of parameters with sparse gradients on any rank. Collective. A rank without a gradient
         keeps the previous result for this parameter."""
-        here = [name for name, parameter in parameters.items() if self._was_sparse(name, parameter)]
+        here = [
+            name
+            for name, parameter in parameters.items()
+            if (name in self.names if parameter.grad is None else parameter.grad.is_sparse)
+        ]
         everyone = communicator.allgather_object(here, f"{title}: which gradients are sparse").wait()
         self.names = frozenset().union(*everyone)
 
-    def _was_sparse(self, name: str, parameter: torch.Tensor) -> bool:
-        return name in self.names if parameter.grad is None else parameter.grad.is_sparse
-
     def refusal(self, parameters: dict[str, torch.Tensor]) -> str:
         """Return why the gradients of this rank cannot be reduced, or ""."""
-        found = {name for name, parameter in parameters.items() if _is_sparse(parameter)}
+        found = {name for name, parameter in parameters.items() if getattr(parameter.grad, "is_sparse", False)}
         agreed = "when the ranks agreed on sparse gradients"
         for name in sorted(found - self.names):
             return f"the gradient of '{name}' is sparse, but was dense or missing on all ranks {agreed}"
@@ -92,11 +93,7 @@ def coalesce_gradient(parameter: torch.Tensor) -> torch.Tensor:
     assert grad is not None
     if not grad.is_coalesced():
         made = grad.coalesce()
-        vars(made).update(vars(grad))  # the mark of reduced_marks.py
+        vars(made).update(vars(grad))  # the mark of optimizer_hooks.py
         parameter.grad = made
         return made
     return grad
-
-
-def _is_sparse(parameter: torch.Tensor) -> bool:
-    return parameter.grad is not None and parameter.grad.is_sparse

@@ -21,13 +21,12 @@ from allred.runtime import timings
 from allred.runtime.channel import Channel, HandshakeError, Listener, connect, limit_resending, open_listener
 from allred.runtime.detached import serve
 from allred.runtime.loop import Loop
-from allred.watch import process_state, runner_link
-from allred.watch.heartbeat import Heartbeat
+from allred.watch import process_state
 from allred.watch.job_monitor import JobMonitor
 from allred.watch.job_state import JobState
-from allred.watch.launchers import Launchers, open_stderr
-from allred.watch.rank import WatchedRank, owner
-from allred.watch.records import Event, WatcherSettings
+from allred.watch.process_state import Launchers, open_stderr
+from allred.watch.rank import Heartbeat, WatchedRank, owner
+from allred.watch.records import REPORTED_TO_RUNNER, RUNNER_PURPOSE, Event, WatcherSettings
 
 PURPOSE = "watcher"  # of the channels between watchers
 
@@ -209,12 +208,12 @@ class Watcher:
         if link in self._links:
             self._links.remove(link)
 
-    # `allred run`; runner_link.py has the messages.
+    # `allred run`; records.py has the messages.
 
     def _connect_to_runner(self, host: str, port: str, secret: str) -> None:
         """If that fails, the job continues, and `allred run` has only the exit code of mpirun."""
         with contextlib.suppress(HandshakeError, OSError):
-            self._runner = connect((host, int(port)), runner_link.PURPOSE, secret)
+            self._runner = connect((host, int(port)), RUNNER_PURPOSE, secret)
             self._runner.send({"event": "hello", "size": self._settings.size})
             self._runner.serve(self._loop, self._receive_from_runner, self._lose_runner)
 
@@ -319,7 +318,7 @@ class Watcher:
             self._monitor.take(event, time.monotonic())
         elif self._job is not None:
             self._job.handle(event, time.monotonic())
-            if self._runner is not None and event["event"] in runner_link.REPORTED:
+            if self._runner is not None and event["event"] in REPORTED_TO_RUNNER:
                 self._runner.send({key: value for key, value in event.items() if key != "traceback"})
         elif self._chief is not None:
             self._chief.send(event)

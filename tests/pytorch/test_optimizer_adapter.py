@@ -7,9 +7,9 @@ torch = pytest.importorskip("torch")
 
 from allred.errors import InputError  # noqa: E402
 from allred.optim.base import optimizer_kind  # noqa: E402
-from allred.torch import untrained_state  # noqa: E402
+from allred.torch import module_checkpoints  # noqa: E402
+from allred.torch.module_checkpoints import UntrainedState  # noqa: E402
 from allred.torch.optimizer_adapter import OptimizerAdapter  # noqa: E402
-from allred.torch.untrained_state import UntrainedState  # noqa: E402
 
 
 def other_tensors(size):
@@ -54,7 +54,7 @@ def test_integer_buffers_do_not_take_floats():
 
 def test_entries_that_the_module_does_not_load_are_named(monkeypatch):
     printed = []
-    monkeypatch.setattr(untrained_state.log, "warning", printed.append)
+    monkeypatch.setattr(module_checkpoints.log, "warning", printed.append)
     module = torch.nn.Linear(2, 1)
     module.register_state_dict_post_hook(lambda module, state, prefix, _: state.update({f"{prefix}version": 3}))
     state = UntrainedState(module, module.parameters())

@@ -15,8 +15,7 @@ from ports import reserved_ports
 import allred
 from allred.spark import rank_process
 from allred.spark.barrier_job import pickle_function
-from allred.spark.rank_process import RankProcess
-from allred.spark.rank_program import RankSpec, rank_name
+from allred.spark.rank_process import RankProcess, RankSpec, rank_name
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the ranks cannot import it
 

@@ -203,7 +203,7 @@ def test_no_module_that_listens_reads_pickles():
         for module, tree in modules().items()
     }
     listens = {module for module in modules() if calls[module] & {"listen", "create_server", "open_listener"}}
-    listens -= {"allred.spark.rank_program"}  # for an address; its function arrives through a pipe of its parent
+    listens -= {"allred.spark.rank_process"}  # for an address; its function arrives through a pipe of its parent
     assert len(listens) > 5
     assert [module for module in listens if imported(module) & {"pickle", "marshal", "cloudpickle"}] == []
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-PROGRAM = "from allred.cluster.interfaces import ipv4_addresses; print(*ipv4_addresses().items())"
+PROGRAM = "from allred.cluster.topology import ipv4_addresses; print(*ipv4_addresses().items())"
 
 
 def test_only_interfaces_that_are_up_have_an_address():

@@ -15,8 +15,7 @@ from ports import reserved_ports
 from allred.config import secret
 from allred.errors import ConfigError
 from allred.launch import rendezvous_client
-from allred.launch.rendezvous_server import Pmi, mapping
-from allred.launch.rendezvous_state import RendezvousState
+from allred.launch.rendezvous_server import Pmi, RendezvousState, mapping
 from allred.runtime import detached
 
 # ---- PMI-1

@@ -12,14 +12,14 @@ import pytest
 
 from allred.cluster.processors import own_cores, usable_cores
 from allred.errors import AllredError, ConfigError
-from allred.run import command, host_list, mpirun, resize, restarts
+from allred.run import command, host_list, mpirun, restarts, runner
 from allred.run.host_list import HostList
 from allred.run.job import Reports
 from allred.run.restarts import End, RestartPolicy
 from allred.run.runner import delete_commits
 from allred.runtime.channel import HandshakeError, connect
 from allred.runtime.loop import Loop
-from allred.watch import job_directory
+from allred.watch import job_monitor
 
 SLURM = {"SLURM_JOB_NODELIST": "n[1-2],gpu3", "SLURM_TASKS_PER_NODE": "4(x2),2"}
 
@@ -237,16 +237,16 @@ def test_a_program_that_ends_twice_before_init_is_not_started_again():
 
 def test_the_directory_of_jobs_belongs_to_the_user_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert job_directory.directory().stat().st_mode & 0o777 == 0o700
-    job_directory.directory().chmod(0o755)
+    assert job_monitor.job_directory().stat().st_mode & 0o777 == 0o700
+    job_monitor.job_directory().chmod(0o755)
     with pytest.raises(AllredError, match="must be a directory of this user with mode 0700"):
-        job_directory.directory()
+        job_monitor.job_directory()
 
 
 def test_a_job_is_chosen_by_its_name_or_because_it_is_the_only_one():
-    assert job_directory.choose("", {"a": 1}, "job") == job_directory.choose("a", {"a": 1, "b": 2}, "job") == 1
+    assert job_monitor.choose_job("", {"a": 1}, "job") == job_monitor.choose_job("a", {"a": 1, "b": 2}, "job") == 1
     with pytest.raises(AllredError, match=r"which job\?; running here: a, b"):
-        job_directory.choose("", {"a": 1, "b": 2}, "job")
+        job_monitor.choose_job("", {"a": 1, "b": 2}, "job")
 
 
 def test_hosts_without_an_answer_are_found_with_the_agent_of_mpirun(tmp_path):
@@ -261,25 +261,25 @@ def test_hosts_without_an_answer_are_found_with_the_agent_of_mpirun(tmp_path):
 @pytest.mark.parametrize("other", [{"process": 4194305}, {"started": "0"}, {}])  # no such process; another one; neither
 def test_entries_of_killed_processes_are_removed(tmp_path, monkeypatch, other):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    path = job_directory.write_entry("mine", job_directory.JOB, {"port": 1})
+    path = job_monitor.write_entry("mine", job_monitor.JOB, {"port": 1})
     assert path.stat().st_mode & 0o777 == 0o600
     path.write_text(json.dumps({**json.loads(path.read_text()), **other}))
-    assert list(job_directory.entries(job_directory.JOB)) == ([] if other else ["mine"])
-    assert job_directory.entries(job_directory.RUN) == {}
+    assert list(job_monitor.job_entries(job_monitor.JOB)) == ([] if other else ["mine"])
+    assert job_monitor.job_entries(job_monitor.RUN) == {}
     assert path.exists() == (not other)
 
 
 def test_a_request_that_is_not_one_ends_no_job(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     with contextlib.closing(Loop()) as loop:
-        requests = resize.ResizeRequests(loop, "mine", lambda request: f"{int(request['np'])} ranks")
+        requests = runner.ResizeRequests(loop, "mine", lambda request: f"{int(request['np'])} ranks")
         with pytest.raises(AllredError, match="a job with the name 'mine' runs here already"):
-            resize.ResizeRequests(loop, "mine", str)
-        entry, replies = job_directory.entries(job_directory.RUN)["mine"], []
+            runner.ResizeRequests(loop, "mine", str)
+        entry, replies = job_monitor.job_entries(job_monitor.RUN)["mine"], []
 
         def ask(secret, message):
             try:
-                with contextlib.closing(connect(("127.0.0.1", entry["port"]), resize.PURPOSE, secret)) as peer:
+                with contextlib.closing(connect(("127.0.0.1", entry["port"]), runner.RESIZE_PURPOSE, secret)) as peer:
                     peer.send(message)
                     replies.append(peer.receive_one(time.monotonic() + 60))
             except (HandshakeError, ConnectionError) as error:
@@ -295,7 +295,7 @@ def test_a_request_that_is_not_one_ends_no_job(tmp_path, monkeypatch):
         requests.close()
     assert replies[0].startswith("refuses this process: ")
     assert replies[1:] == ["the peer has closed the connection", {"text": "4 ranks", "code": 0}]
-    assert job_directory.entries(job_directory.RUN) == {}
+    assert job_monitor.job_entries(job_monitor.RUN) == {}
 
 
 def test_only_commits_are_deleted(tmp_path):

@@ -21,8 +21,8 @@ from allred.runtime.loop import Loop
 from allred.watch import process, process_state, records, stalls, start, watcher_client
 from allred.watch.job_monitor import JobMonitor, delaying
 from allred.watch.job_state import JobState
-from allred.watch.launchers import Launchers
 from allred.watch.process import Watcher
+from allred.watch.process_state import Launchers
 
 ABOUT = {"job": f"unit-{os.getpid()}", "program": "", "mode": "sync", "starts": 1, "host": "here"}
 
@@ -1269,7 +1269,7 @@ def test_the_launcher_above_a_rank_is_ended_and_no_other(tmp_path):
 @pytest.mark.parametrize("has_child", [False, True])
 def test_after_a_failed_job_only_a_launcher_without_children_is_ended(has_child, tmp_path, monkeypatch):
     """A Python named mpirun, which goes on after its rank."""
-    monkeypatch.setattr("allred.watch.launchers.FAILED_LAUNCHER_S", 0.2)
+    monkeypatch.setattr("allred.watch.process_state.FAILED_LAUNCHER_S", 0.2)
     (tmp_path / "mpirun").symlink_to(sys.executable)
     body = (
         "import subprocess, time; rank = subprocess.Popen(['sleep', '60']); print(rank.pid, flush=True); rank.wait()\n"

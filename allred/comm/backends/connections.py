@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 
-from allred.cluster.interfaces import ipv4_addresses
+from allred.cluster.topology import ipv4_addresses
 from allred.comm.bootstrap import Bootstrap
 from allred.errors import ConfigError
 from allred.runtime import channel

@@ -106,7 +106,7 @@ _IGNORED_SUPERVISOR = {
 }  # fmt: skip
 
 
-class StopAtStepHook(Hook):
+class StopAtStepHook(StopAtStep):
     """Stops after `num_steps` more steps, or at the global step `last_step`.
 
         hooks=[tf1.StopAtStepHook(last_step=1000)]
@@ -118,15 +118,12 @@ class StopAtStepHook(Hook):
         if (num_steps is None) == (last_step is None):
             raise InputError(f"StopAtStepHook(num_steps={num_steps!r}, last_step={last_step!r}): give one of the two")
         self._num_steps = num_steps
-        self._hook = StopAtStep(last_step if num_steps is None else num_steps)  # type: ignore[arg-type]
+        super().__init__(last_step if num_steps is None else num_steps)  # type: ignore[arg-type]
 
     def begin(self, session: TrainingSession) -> None:
         if self._num_steps is not None:
-            self._hook = StopAtStep(session.step + self._num_steps)
-        self._hook.begin(session)
-
-    def after_step(self, session: TrainingSession, values: dict[str, float]) -> None:
-        self._hook.after_step(session, values)
+            self.last_step = session.step + self._num_steps
+        super().begin(session)
 
 
 class _ChiefOnly(Hook):

@@ -74,8 +74,8 @@ def windows_differ(hashes: Sequence[int]) -> bool:
 
 
 class ParameterChanges:
-    """The hashes of one optimizer in mode ps. A program may give several sets of arrays, such as one of each thread: the
-    hash of each set is known by the set's first array. A set that is new is compared with the last pull."""
+    """The hashes of one optimizer in mode ps. A program may give several sets of arrays, such as one of each thread.
+    The hash of each set is known by the set's first array. A set that is new is compared with the last pull."""
 
     def __init__(self) -> None:
         self._last: tuple[int, int] | None = None  # step and hash

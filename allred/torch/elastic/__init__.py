@@ -18,8 +18,7 @@ Horovod changes the number of ranks inside of running processes. allred starts a
 --restarts`, `allred resize`), so a commit is also written to a file, which the next start reads.
 """
 
-from allred.torch.elastic.elastic_states import ObjectState, State, TorchState
-from allred.torch.elastic.run_decorator import run
-from allred.torch.elastic.sampler import ElasticSampler
+from allred.torch.elastic.elastic_states import ElasticSampler, ObjectState, State, TorchState
+from allred.torch.elastic.restartable_job import run
 
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]

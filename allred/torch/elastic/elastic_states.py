@@ -1,26 +1,99 @@
-"""The states that `elastic.run` saves, restores and synchronizes.
+"""The states that `elastic.run` saves, restores and synchronizes, and the sampler.
 
 ObjectState: plain Python objects. TorchState: also torch modules, optimizers and samplers; each is handled by the
-handler of its type.
+handler of its type. ElasticSampler distributes the samples of an epoch that are left over the ranks.
 """
 
 import copy
-from collections.abc import Callable, Iterable
+import random
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any
 
 import torch
+import torch.utils.data
 
 from allred.errors import InputError
 from allred.session import state_pickle
-from allred.torch.elastic.restartable_job import RestartableJob
-from allred.torch.elastic.sampler import ElasticSampler
-from allred.torch.horovod.basics import rank
-from allred.torch.horovod.horovod_errors import HostsUpdatedInterrupt
+from allred.torch.horovod.basics import rank, size
+from allred.torch.horovod.handles import HostsUpdatedInterrupt
 from allred.torch.horovod.state_broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from allred.torch.untrained_state import UntrainedState
+from allred.torch.module_checkpoints import UntrainedState
 
 
-class State:
+class ElasticSampler(torch.utils.data.Sampler[int]):
+    """Sampler of a DataLoader. After a restart it skips the samples that were recorded in this epoch; the number of
+    ranks may change. Order and distribution are those of Horovod for the same seed.
+
+    Order of an epoch: the processed samples; then the remaining ones, dealt to ranks 0, 1, 2, 0, 1, 2, ...; then the
+    first remaining ones again, until all ranks have the same number.
+
+    dataset: an object with a length. shuffle: whether each epoch has another order, from `seed` plus the epoch; the
+    seed must be equal on all ranks.
+
+    Give the object to TorchState, call `record_batch` after each batch, and `set_epoch` at the end of each epoch.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
+        self.epoch = self.processed_num = 0
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch: no sample of it is processed. Call it at the end of the epoch before, not at the beginning:
+        that would discard the progress of a restored epoch."""
+        self.epoch, self.processed_num = epoch, 0
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Record that each rank has processed a batch. batch_size: of one rank. batch_idx is not used."""
+        self.processed_num += batch_size * self.num_replicas
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the epoch and the number of processed samples."""
+        return {"epoch": self.epoch, "processed_num": self.processed_num}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the result of `state_dict`."""
+        self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
+        self.reset()
+
+    def reset(self) -> None:
+        """Distribute the samples that are left over the ranks. A running iteration is not changed."""
+        self.num_replicas, self.rank = size(), rank()
+        order = list(range(len(self.dataset)))
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(order)
+        self.remaining_indices = order[self.processed_num :]
+        self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
+        self.total_size = self.num_samples * self.num_replicas
+
+    def __iter__(self) -> Iterator[int]:
+        left = self.remaining_indices
+        self.indices = [left[place % len(left)] for place in range(self.rank, self.total_size, self.num_replicas)]
+        return iter(self.indices)
+
+    def __len__(self) -> int:
+        """Return the number of samples of this rank that are left."""
+        return self.num_samples
+
+
+class SavedState:
+    """Base class of State and StateHandler."""
+
+    def save(self) -> None:
+        """Save the state in memory."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Return to the last state that was saved."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Copy the state of rank 0 to all ranks. Collective."""
+        raise NotImplementedError
+
+
+class State(SavedState):
     """Base class: subclasses define save, restore and sync.
 
     A subclass that has to survive a restart of the processes also defines `committed_state`, which returns picklable
@@ -29,7 +102,7 @@ class State:
     bcast_object: a function that returns the object of rank 0 on all ranks. get_rank: returns the rank.
     """
 
-    elastic_job: RestartableJob | None = None  # inside of a function that is decorated with `elastic.run`
+    elastic_job: Any = None  # a RestartableJob, inside of a function that is decorated with `elastic.run`
 
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
         self._bcast_object, self._rank = bcast_object, get_rank
@@ -58,28 +131,13 @@ class State:
         self.save()
         if self.elastic_job is not None:
             self.elastic_job.write(self.committed_state)
-        self._interrupt_if_stopped()
+        if self.elastic_job is not None and self.elastic_job.must_stop():
+            raise HostsUpdatedInterrupt(False)
 
     def check_host_updates(self) -> None:
         """As `commit`, but only if the job has to stop. Collective."""
         if self.elastic_job is not None and self.elastic_job.must_stop():
             self.commit()
-
-    def _interrupt_if_stopped(self) -> None:
-        if self.elastic_job is not None and self.elastic_job.must_stop():
-            raise HostsUpdatedInterrupt(False)
-
-    def save(self) -> None:
-        """Save the state in memory."""
-        raise NotImplementedError
-
-    def restore(self) -> None:
-        """Return to the last state that was saved."""
-        raise NotImplementedError
-
-    def sync(self) -> None:
-        """Copy the state of rank 0 to all ranks. Collective."""
-        raise NotImplementedError
 
     def reset(self) -> None:
         """Prepare for another number of ranks. Called before the reset callbacks."""
@@ -126,23 +184,11 @@ class ObjectState(State):
         ObjectState.restore(self)
 
 
-class StateHandler:
+class StateHandler(SavedState):
     """Base class: handles the object `value`. Subclasses define save, restore and sync, as those of a State."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
-
-    def save(self) -> None:
-        """Save the state of the object in memory."""
-        raise NotImplementedError
-
-    def restore(self) -> None:
-        """Return to the state that was saved."""
-        raise NotImplementedError
-
-    def sync(self) -> None:
-        """Copy the state of rank 0 to all ranks. Collective."""
-        raise NotImplementedError
 
     def set_value(self, value: Any) -> None:
         """Handle another object from now on."""
@@ -242,8 +288,7 @@ class TorchState(ObjectState):
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
         kwargs.update(model=model, optimizer=optimizer)
-        found = {name: _handler_of(value) for name, value in kwargs.items()}
-        handlers = {name: handler for name, handler in found.items() if handler is not None}
+        handlers = {name: handler for name, value in kwargs.items() if (handler := _handler_of(value)) is not None}
         for name in handlers:
             setattr(self, name, kwargs.pop(name))
         self._handlers = handlers

@@ -82,6 +82,7 @@ class ScaledReduction(NamedTuple):
 
 
 MEAN = ScaledReduction(Average)
+_HALF = (torch.float16, torch.bfloat16)
 
 
 def _scale_(tensor: Tensor, factor: float) -> None:
@@ -125,7 +126,7 @@ class _Allreduce(CollectiveCall):
             label = reduction.label(self.label, memory)
             op = reduction.op_of(memory)
             # Sums of 16-bit floats are rounded after the division only.
-            sums = [tensor.float() if op is not reduction.op and _is_half(tensor) else tensor for tensor in memory]
+            sums = [tensor.float() if op is not reduction.op and tensor.dtype in _HALF else tensor for tensor in memory]
             arrays = [view(tensor) for tensor in sums]
             for tensor in sums:
                 reduction.begin(tensor)
@@ -161,10 +162,6 @@ class _Allreduce(CollectiveCall):
     def apply(self, tensors: Tensors, compression: Any) -> list[Tensor]:
         unnamed = dataclasses.replace(self, name=None)
         return apply_compressed(compression, self.run, unnamed.run, tensors)
-
-
-def _is_half(tensor: Tensor) -> bool:
-    return tensor.dtype in (torch.float16, torch.bfloat16)
 
 
 def _allreduce(

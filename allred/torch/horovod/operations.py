@@ -1,4 +1,4 @@
-"""The collectives' base class, their public functions, conversion of tensors to arrays, and autograd.
+"""The collectives' base class, their public functions, compression, conversion of tensors to arrays, and autograd.
 
 Operations match in the order of the calls, which must be the same on all ranks; Horovod matches them by name.
 """
@@ -18,10 +18,58 @@ from allred.comm.header import quoted
 from allred.comm.work import Work
 from allred.errors import InputError
 from allred.torch.horovod import handles
-from allred.torch.horovod.compression import Compression
-from allred.torch.horovod.horovod_errors import as_horovod_error
+from allred.torch.horovod.handles import as_horovod_error
 from allred.torch.horovod.process_sets import ProcessSet, communicator_of
 from allred.torch.tensors import as_array, as_raw_array, as_tensor, check_host
+
+# Compression before a collective. Programs may pass a class of their own with the two static methods.
+
+
+class Compressor:
+    """The interface: `compress` returns the tensor to send and a context, `decompress` gets both back."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        raise NotImplementedError
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class NoneCompressor(Compressor):
+    """No compression."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return tensor
+
+
+class FP16Compressor(Compressor):
+    """Floating-point tensors are sent as float16."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return tensor.half() if tensor.is_floating_point() else tensor, tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return tensor.to(ctx)
+
+
+class Compression:
+    """The compressors for the argument `compression`.
+
+    Example: `hvd.DistributedOptimizer(optimizer, compression=hvd.Compression.fp16)`.
+    """
+
+    none = NoneCompressor
+    fp16 = FP16Compressor
+
 
 Tensors = Sequence[Tensor]
 Operations = Sequence[Work[Any] | handles.DeferredCall]

@@ -1,0 +1,304 @@
+"""The hooks of a hooked optimizer on its parameters, the end of a backward pass, the marks of reduced gradients, and
+the methods that replace those of the torch optimizer.
+
+`call_after_backward` calls observers after the last gradient, before `loss.backward()` returns. torch runs the
+callbacks of `queue_callback` when a graph task, one run of the autograd engine, has ended. Reentrant checkpointing runs
+a graph task inside a node of another one; the end of the inner task is not the end of the backward pass. Then the
+observers are called at the end of the outer task.
+
+One callback calls all observers of a graph task in a fixed order: observers make collective calls, and the order in
+which gradients become ready differs between ranks.
+
+If an exception ends a graph task, torch does not call its callbacks but deletes them. Only torch refers to a callback,
+so its deletion tells the observers that the backward pass has failed.
+
+Marks are for gradients that must not be reduced again: sums over the ranks, results of Horovod's other operators, and
+gradients that were divided by the scale. The mean of means is the mean, so a hooked optimizer may average a gradient
+again after each backward pass. With another operator or `scaler` it may not. The mark is an attribute of the gradient
+tensor, so it ends with the tensor and is valid for all optimizers that have the parameter.
+
+    no mark   a gradient of this rank, such as after zero_grad()
+    REDUCED   by all ranks; equal on all. It is not reduced again
+    MIXED     a later backward pass has added the gradient of this rank: an error in the next reduction
+
+The methods of the torch optimizer are replaced by those of the hooked optimizer, and copies and pickles are refused.
+The new methods do not keep the optimizer alive, like those of torch's learning rate schedulers. So the optimizer and
+its hooks end where the program drops its last reference, at the same line on all ranks. In a cycle of references they
+would end when Python's garbage collector runs, at other moments on other ranks.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from allred.comm.ops import ReduceOp
+from allred.errors import InputError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def uncompiled(function: F) -> F:
+    """Return a function that torch.compile does not compile, nor what it calls."""
+    return torch._disable_dynamo(function)  # type: ignore[no-any-return]
+
+
+def skip_frames(*functions: Any) -> None:
+    """Make torch.compile skip functions, but not those that they call. Unlike `uncompiled`, a call takes no time."""
+    from torch._dynamo.eval_frame import skip_code  # torch.optim imports it too
+
+    for function in functions:
+        skip_code(function.__code__)
+
+
+# Marks.
+
+REDUCED, MIXED = BOTH = "reduced", "mixed"
+_NAME = "_allred_mark"
+
+
+def mark_reduced(parameters: dict[str, torch.Tensor]) -> None:
+    """Mark the gradients of all parameters as REDUCED."""
+    for parameter in parameters.values():
+        if parameter.grad is not None:
+            setattr(parameter.grad, _NAME, REDUCED)
+
+
+def marked(parameters: dict[str, torch.Tensor], *which: str) -> list[str]:
+    """Return the names of the parameters whose gradient has one of these marks."""
+    return [name for name, parameter in parameters.items() if _mark_of(parameter.grad) in which]
+
+
+def mark_refusal(parameters: dict[str, torch.Tensor], op: ReduceOp) -> str:
+    """Return why the gradients cannot be reduced again, or ""."""
+    mixed = marked(parameters, MIXED)
+    if not mixed:
+        return ""
+    cause = f"op=allred.{op.value}: '{mixed[0]}' was reduced over the ranks already"
+    if op is ReduceOp.AVERAGE:
+        cause = f"scaler: '{mixed[0]}' was divided by the scale already"
+    return (
+        f"{cause}, and a later backward() has added a gradient of each rank; pass accumulate=2 to allred.distributed "
+        "(backward_passes_per_step=2 to hvd.DistributedOptimizer), use opt.allred.no_sync() for all but the last "
+        "backward(), or call opt.zero_grad() in between"
+    )
+
+
+def watch_marks(parameter: torch.Tensor) -> list[Any]:
+    """Mark the gradient of a parameter as MIXED when a backward pass adds to a marked one. Return the handles of the
+    hooks."""
+    reference, adds = weakref.ref(parameter), False
+
+    @uncompiled
+    def before(_: torch.Tensor) -> None:  # torch.autograd.grad calls it too, and nothing is added
+        nonlocal adds
+        parameter = reference()
+        adds = parameter is not None and bool(_mark_of(parameter.grad))
+
+    @uncompiled
+    def after(parameter: torch.Tensor) -> None:
+        if adds:
+            setattr(parameter.grad, _NAME, MIXED)
+
+    return [parameter.register_hook(before), parameter.register_post_accumulate_grad_hook(after)]
+
+
+def _mark_of(grad: torch.Tensor | None) -> str:
+    """Return the mark of a gradient; "" if it has none, or all its elements are zero."""
+    found: str = getattr(grad, _NAME, "")
+    if found and grad is not None:
+        values = grad.coalesce().values() if grad.is_sparse else grad
+        if not values.count_nonzero():
+            delattr(grad, _NAME)
+            return ""
+    return found
+
+
+# Hooks on parameters.
+
+
+class GradientObserver(Protocol):
+    """Receives the calls of the hooks, which hold a weak reference to it."""
+
+    def on_gradient(self, name: str, parameter: Any) -> None:
+        """Note that a gradient of the current backward pass is complete."""
+
+
+class GradientHooks:
+    """Hooks on the parameters of one optimizer. marks: whether each gradient may be reduced only once
+    (`mark_reduced`)."""
+
+    def __init__(self, marks: bool) -> None:
+        self._marks = marks
+        self._handles: dict[int, tuple[torch.Tensor, list[Any]]] = {}  # by id of the parameter, which is kept
+
+    def add(self, observer: GradientObserver, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Attach hooks to parameters that have none, including frozen ones, which may be unfrozen later."""
+        reference = weakref.ref(observer)
+        for name, parameter in named:
+            if id(parameter) not in self._handles and _can_train(parameter):
+
+                def hook(parameter: torch.Tensor, name: str = name) -> None:
+                    if (owner := reference()) is not None:
+                        owner.on_gradient(name, parameter)
+
+                with _requiring_gradient(parameter):
+                    watching = watch_marks(parameter) if self._marks else []
+                    handles = [parameter.register_post_accumulate_grad_hook(hook), *watching]
+                self._handles[id(parameter)] = parameter, handles
+                skip_frames(hook, type(observer).on_gradient)
+
+    def remove(self) -> None:
+        for _, handles in self._handles.values():
+            for handle in handles:
+                handle.remove()
+        self._handles.clear()
+
+
+def _can_train(parameter: torch.Tensor) -> bool:
+    return (parameter.is_floating_point() or parameter.is_complex()) and not parameter.is_inference()
+
+
+@contextlib.contextmanager
+def _requiring_gradient(parameter: torch.Tensor) -> Iterator[None]:
+    """Set `requires_grad` temporarily: torch accepts hooks only then, and keeps them after it is reset."""
+    required = parameter.requires_grad
+    parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        parameter.requires_grad_(required)
+
+
+# The end of a backward pass.
+
+
+class BackwardObserver(Protocol):
+    """Is called at the end of a backward pass. call_order: its position among all observers."""
+
+    call_order: int
+
+    def end_of_backward(self) -> None: ...
+    def backward_failed(self) -> None:
+        """Note that an exception has ended the backward pass. It may be called at any place of the program."""
+
+
+class _Callback:
+    """The callback at the end of one graph task."""
+
+    def __init__(self, task: int) -> None:
+        self._task = task
+        self._was_called = False
+        self.observers: list[BackwardObserver] = []
+
+    @uncompiled
+    def __call__(self) -> None:
+        self._was_called = True
+        _waiting.pop(self._task, None)
+        outer: Any = torch._C._current_autograd_node()
+        if outer is not None:  # the node of the outer graph task that runs this one
+            outer.register_hook(_WaitForOuter(self.observers))
+            return
+        for observer in sorted(self.observers, key=lambda each: each.call_order):
+            observer.end_of_backward()
+
+    def __del__(self) -> None:
+        if not self._was_called:
+            for observer in self.observers:
+                observer.backward_failed()
+
+
+class _WaitForOuter:
+    """A hook of the node that has run an inner graph task. The node may outlive the observers."""
+
+    def __init__(self, observers: list[BackwardObserver]) -> None:
+        self._observers = [weakref.ref(observer) for observer in observers]
+
+    @uncompiled
+    def __call__(self, *_: Any) -> None:
+        for reference in self._observers:
+            if (observer := reference()) is not None:
+                call_after_backward(observer)
+
+
+_waiting: "weakref.WeakValueDictionary[int, _Callback]" = weakref.WeakValueDictionary()  # by graph task
+
+
+def call_after_backward(observer: BackwardObserver) -> bool:
+    """Call `observer.end_of_backward()` once, at the end of the current backward pass. Called in a hook of it. Return
+    whether this is the first call in the current graph task."""
+    task = torch._C._current_graph_task_id()
+    callback = _waiting.get(task)
+    if callback is None:
+        callback = _waiting[task] = _Callback(task)
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+    if observer in callback.observers:
+        return False
+    callback.observers.append(observer)
+    return True
+
+
+# Methods of the torch optimizer.
+
+_METHODS = ("step", "add_param_group", "load_state_dict", "__reduce_ex__")  # copy and pickle call the last one
+NO_COPY = (
+    "a distributed optimizer cannot be copied or pickled: the copy would not average gradients. Copy or save "
+    "optimizer.state_dict(), and pass a new optimizer to allred.distributed (or hvd.DistributedOptimizer)"
+)
+
+
+def dereference(reference: "weakref.ref[Any]") -> Any:
+    """Return the torch optimizer. Raises InputError if the program has dropped it."""
+    if (optimizer := reference()) is None:
+        raise InputError("the torch optimizer of this hooked optimizer was freed; keep a reference to it")
+    return optimizer
+
+
+def weak_method(optimizer: Any, name: str) -> Callable[..., Any]:
+    """Return the current method of an optimizer as a function that does not keep the optimizer alive."""
+    method = getattr(optimizer, name)
+    function, reference = getattr(method, "__func__", None), weakref.ref(optimizer)
+    if function is None:  # a function that a learning rate scheduler has set; it has a weak reference
+        return method  # type: ignore[no-any-return]
+    return lambda *arguments, **options: function(dereference(reference), *arguments, **options)
+
+
+def replace_methods(optimizer: Any) -> dict[str, Any]:
+    """Replace the methods of an optimizer, whose attribute `allred` is or will be a HookedOptimizer. Return the
+    argument of `restore_methods`."""
+    saved = {name: vars(optimizer)[name] for name in _METHODS if name in vars(optimizer)}
+    add_group, load = weak_method(optimizer, "add_param_group"), weak_method(optimizer, "load_state_dict")
+    reference = weakref.ref(optimizer)
+
+    @uncompiled
+    def step(closure: Callable[[], Any] | None = None) -> Any:
+        optimizer = dereference(reference)
+        optimizer._opt_called = True  # for torch's learning rate schedulers
+        return optimizer.allred.step_torch_optimizer(closure)
+
+    def add_param_group(param_group: dict[str, Any]) -> None:
+        hooked = dereference(reference).allred
+        hooked.check_new_group()
+        add_group(param_group)
+        hooked.add_hooks()
+
+    def load_state_dict(state_dict: dict[str, Any]) -> None:
+        load(state_dict)
+        dereference(reference).allred.forget_gradients()
+
+    def refuse(_protocol: Any) -> Any:
+        raise TypeError(NO_COPY)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers made later keep this method
+    optimizer.step, optimizer.add_param_group = step, add_param_group
+    optimizer.load_state_dict, optimizer.__reduce_ex__ = load_state_dict, refuse
+    return saved
+
+
+def restore_methods(optimizer: Any, saved: dict[str, Any]) -> None:
+    """Undo `replace_methods`."""
+    for name in _METHODS:
+        vars(optimizer).pop(name, None)
+    vars(optimizer).update(saved)
