@@ -172,9 +172,10 @@ def running_watcher(**settings):
         close(watcher)
 
 
-def test_a_watcher_closes_a_connection_without_a_message():
+def test_a_watcher_closes_a_connection_without_a_message(monkeypatch):
+    monkeypatch.setattr(timings, "AUTHENTICATE_S", 0.3)
     with running_watcher() as watcher, socket.create_connection(("127.0.0.1", watcher.port), 10) as stranger:
-        stranger.settimeout(60)  # it takes 5 s
+        stranger.settimeout(60)
         assert b"nonce" in stranger.recv(200)
         assert stranger.recv(200) == b"", "closed"
 
@@ -380,7 +381,8 @@ def test_gone_ranks_are_recorded_and_raise_no_error(rank_and_watcher):
 
 
 @pytest.mark.parametrize("end", ["release", "verdict", "no watcher"])
-def test_a_rank_that_lingers_does_so_until_there_is_an_end(rank_and_watcher, end):
+def test_a_rank_that_lingers_does_so_until_there_is_an_end(rank_and_watcher, end, monkeypatch):
+    monkeypatch.setattr(timings, "RELEASE_S", 1.0)
     rank, watcher = rank_and_watcher
     heard = []
 
