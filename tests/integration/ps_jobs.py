@@ -8,14 +8,12 @@ import re
 
 from harness import BIN, mpirun, run
 
-MPIS = ["mpich", "openmpi"]
 POLICIES = {
     "async": {"consistency": "async"},
     "bounded": {"consistency": "bounded", "staleness": 1},
     "sync": {"consistency": "sync"},
     "backup": {"consistency": "sync", "replicas_to_aggregate": 2},
 }
-ULFM = [BIN["openmpi"] / "mpirun", "--with-ft", "ulfm"]
 
 # Each rank leaves its process's number in a file of the directory argv[1], named by its world rank.
 HEAD = """

@@ -3,9 +3,7 @@
 import re
 
 import pytest
-from harness import mpirun
-
-MPIS = ["mpich", "openmpi"]
+from harness import MPIS, mpirun
 
 PROGRAM = """
 import gc, os, signal, sys, time

@@ -5,7 +5,7 @@ import math
 import pathlib
 
 import pytest
-from harness import mpirun, python
+from harness import MPIS, mpirun, python
 
 BENCHMARKS = str(pathlib.Path(__file__).parents[2] / "benchmarks")
 KEYS = [
@@ -226,7 +226,7 @@ def test_ps_of_several(mpi, consistency, dtype):
     check_several_servers(bench(4, "ps", "--set", "tiny", *arguments, *TINY, mpi=mpi), consistency, dtype)
 
 
-@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+@pytest.mark.parametrize("mpi", MPIS)
 def test_malloc_tuned_starts_itself_again_and_ps_prints_a_table(mpi):
     tuned = "allreduce --sizes 4MiB --against mpi --malloc-tuned --seconds 0 --json"
     result = bench_several(2, tuned, "ps --set tiny --against mpi --seconds 0", mpi=mpi)
@@ -270,7 +270,7 @@ allred.shutdown()
 """
 
 
-@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+@pytest.mark.parametrize("mpi", MPIS)
 def test_a_wrong_sum_and_a_wrong_step_are_errors_on_all_ranks(mpi):
     result = bench_several(2, "ps --set tiny --json", change=WRONG, mpi=mpi)
     assert (result.code, result.out) == (1, ""), result.text
@@ -307,7 +307,7 @@ def test_arrays_on_gpus_against_nccl():
         assert all(line[name] > 0 for name in rates)
 
 
-@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+@pytest.mark.parametrize("mpi", MPIS)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -322,9 +322,3 @@ def test_wrong_arguments(mpi, arguments, message):
     assert result.err.count(message) == 1, result.text
     assert "Traceback" not in result.err, result.text
     assert result.out == ""
-
-
-@pytest.mark.full  # tests/unit/test_bench.py: other ranks are silent
-@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
-def test_help_is_printed_once(mpi):
-    assert bench(2, "--help", mpi=mpi).out.count("usage:") == 1

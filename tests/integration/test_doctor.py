@@ -3,9 +3,8 @@
 import json
 
 import pytest
-from harness import BIN, mpirun, python, run
+from harness import BIN, MPIS, mpirun, python, run
 
-MPIS = ["mpich", "openmpi"]
 NO_MPI = {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}
 
 # In the order of the report.

@@ -13,11 +13,10 @@ import uuid
 
 import numpy as np
 import pytest
-from harness import BIN, OPENMPI, ROOT, mpirun, python, run
+from harness import BIN, MPIS, OPENMPI, ROOT, full, mpirun, python, run
 from ports import reserved_ports
 from sklearn.datasets import load_digits
 
-FULL = pytest.mark.full  # runs with --full only
 DIGITS = ROOT / "examples/digits_sync.py"
 RESUME = ROOT / "examples/resume.py"
 DIGITS_PS = ROOT / "examples/digits_ps.py"
@@ -47,9 +46,9 @@ def check_digits(result, ranks):
     [
         ("mpich", 2),
         ("openmpi", 2),
-        pytest.param("mpich", 1, marks=FULL),
-        pytest.param("mpich", 4, marks=FULL),
-        pytest.param("openmpi", 3, marks=FULL),
+        pytest.param("mpich", 1, marks=full),
+        pytest.param("mpich", 4, marks=full),
+        pytest.param("openmpi", 3, marks=full),
     ],
 )
 def test_digits_under_mpirun(mpi, ranks):
@@ -64,7 +63,7 @@ def test_digits_without_mpirun():
     check_digits(python(DIGITS, env=ONE_THREAD), 1)
 
 
-@FULL
+@full
 def test_digits_without_the_extension():
     hide = "import runpy, sys; sys.modules['allred.native._kernels'] = None"
     code = f"{hide}; runpy.run_path({str(DIGITS)!r}, run_name='__main__')"
@@ -73,7 +72,7 @@ def test_digits_without_the_extension():
     assert result.err.count("no C extension (") == 1
 
 
-@FULL
+@full
 def test_more_ranks_than_cores():
     check_digits(mpirun(8, DIGITS), 8)
 
@@ -92,7 +91,7 @@ def digits_ps(ranks, *arguments, mpi="mpich", **settings):
     return result.out
 
 
-@FULL
+@full
 @pytest.mark.parametrize(("mpi", "ranks"), [("mpich", 1), ("mpich", 2), ("openmpi", 2)])
 def test_digits_ps_in_mode_sync(mpi, ranks):
     out = digits_ps(ranks, mpi=mpi)
@@ -118,19 +117,19 @@ POLICIES = [
 ]
 
 
-@FULL  # bounded by default in the next test
+@full  # bounded by default in the next test
 @pytest.mark.parametrize(("consistency", "servers", "words", "bound"), POLICIES, ids=["async", "bounded", "sync"])
 def test_digits_ps_with_servers(consistency, servers, words, bound):
     check_servers(digits_ps(3 + servers, mode="ps", num_ps=servers, consistency=consistency), words, servers, bound)
 
 
-@FULL
+@full
 def test_digits_ps_with_servers_under_open_mpi():
     assert "staleness (updates): " in digits_ps(3, mpi="openmpi", mode="ps")
 
 
 @pytest.mark.limit(200)
-@pytest.mark.parametrize("jobs", [2, pytest.param(3, marks=FULL)])
+@pytest.mark.parametrize("jobs", [2, pytest.param(3, marks=full)])
 def test_digits_ps_bounded_and_goes_on_from_its_checkpoint_in_another_mode(jobs, tmp_path):
     steps, outputs = [], []
     first, last = {"mode": "ps", "consistency": "bounded"}, {"mode": "ps", "num_ps": 2, "consistency": "sync"}
@@ -169,7 +168,7 @@ def killed_at(step, ranks, directory):
 
 
 @pytest.mark.limit(180)
-@pytest.mark.parametrize(("kills", "ranks"), [([(100, 2)], 1), pytest.param([(10, 2), (100, 3)], 4, marks=FULL)])
+@pytest.mark.parametrize(("kills", "ranks"), [([(100, 2)], 1), pytest.param([(10, 2), (100, 3)], 4, marks=full)])
 def test_resume_is_killed_and_goes_on_with_another_number_of_ranks(kills, ranks, tmp_path):
     """Under MPICH, and on with one rank; test_ledger.py goes on with several, and under Open MPI."""
     for step, before in kills:
@@ -216,7 +215,7 @@ def test_mnist_ps_by_hand():
     assert (ps_0, ps_1) == ("", "")
 
 
-@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+@pytest.mark.parametrize("mpi", MPIS)
 def test_mnist_ps_under_mpirun_in_sync_from_files(mpi, tmp_path):
     images, labels = load_digits(return_X_y=True)
     pixels = (images.reshape(-1, 8, 8) * 15).astype(np.uint8)
@@ -257,8 +256,8 @@ def test_linear_regression_by_hand():
 @pytest.mark.parametrize(
     ("ranks", "arguments", "mpi"),
     [
-        pytest.param(3, [], "openmpi", marks=FULL),
-        pytest.param(3, ["--ps_hosts=localhost:1"], "mpich", marks=FULL),
+        pytest.param(3, [], "openmpi", marks=full),
+        pytest.param(3, ["--ps_hosts=localhost:1"], "mpich", marks=full),
         (4, ["--ps_hosts=localhost:1,localhost:2"], "mpich"),
     ],
 )

@@ -4,11 +4,9 @@ import re
 import sys
 
 import pytest
-from harness import BIN, OPENMPI, ROOT, mpirun, run
+from harness import BIN, MPIS, OPENMPI, ROOT, mpirun, run
 
 from allred import testing
-
-MPIS = ["mpich", "openmpi"]
 
 TRAIN = r"""
 import sys, time, numpy as np, allred

@@ -12,6 +12,7 @@ import threading
 import time
 
 import pytest
+from harness import MPIS
 from hosts import hosts
 from test_shm import full
 
@@ -142,7 +143,7 @@ def test_three_hosts_end_if_one_is_cut_off(mpi, tmp_path):
     assert f"host {here.names[0]} (rank 0) has been unreachable for " in raised[2], raised
 
 
-@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+@pytest.mark.parametrize("mpi", MPIS)
 def test_the_job_ends_if_all_processes_of_a_host_are_killed_at_once(mpi, tmp_path):
     def kill():
         for pid in here.processes(1):
@@ -159,7 +160,7 @@ def test_the_job_ends_if_all_processes_of_a_host_are_killed_at_once(mpi, tmp_pat
         assert f"the TCP connection to host {here.names[1]} (rank 1) was lost" in raised[0], raised
 
 
-@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+@pytest.mark.parametrize("mpi", MPIS)
 def test_a_host_that_cannot_be_reached_ends_the_job_before_a_rank_runs(mpi, tmp_path):
     with hosts(2, tmp_path) as here:
         here.names[1] += "x"

@@ -4,7 +4,7 @@ import os
 import re
 
 import pytest
-from harness import BIN, ROOT, run
+from harness import BIN, MPIS, ROOT, run
 from hosts import hosts
 
 PAGE = ROOT / "docs/hosts.md"
@@ -22,7 +22,7 @@ def blocks(language):
     return re.findall(rf"^```{language}\n(.*?)^```$", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+@pytest.mark.parametrize("mpi", MPIS)
 def test_the_commands_of_the_page(mpi, tmp_path):
     with hosts(2, tmp_path) as here:
 

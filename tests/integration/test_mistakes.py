@@ -1,7 +1,7 @@
 """A mistake that shows only when a program ends."""
 
 import pytest
-from harness import mpirun
+from harness import MPIS, mpirun
 
 CODE = """
 import numpy as np
@@ -20,7 +20,7 @@ for _ in range(3):
 """
 
 
-@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+@pytest.mark.parametrize("mpi", MPIS)
 def test_a_wrapper_that_was_never_used_is_reported_at_the_end_and_one_that_was_is_not(mpi):
     line = "a distributed SGD made no step, but the optimizer it wraps made 3 by itself: each rank trained alone"
     result = mpirun(2, "-c", CODE, mpi=mpi)

@@ -10,7 +10,7 @@ import time
 import urllib.request
 
 import pytest
-from harness import BIN, environment, mpirun
+from harness import BIN, MPIS, environment, mpirun
 from ports import reserved_ports
 
 PROGRAM = """
@@ -102,7 +102,7 @@ def test_top_answers_while_a_rank_is_stopped(tmp_path):
         os.kill(int(stopped.split("-CONT ")[1].split()[0]), signal.SIGCONT)
 
 
-@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+@pytest.mark.parametrize("mpi", MPIS)
 def test_the_ranks_of_all_nodes_are_shown(mpi, tmp_path):
     with Job(tmp_path, 4, "slow", mpi, ALLRED_PRETEND_NODES="2,2") as job:
         found = job.json()

@@ -4,9 +4,7 @@ import re
 import shutil
 
 import pytest
-from harness import ROOT, mpirun
-
-MPIS = ["mpich", "openmpi"]
+from harness import MPIS, ROOT, mpirun
 
 
 def pytest_under_mpirun(mpi, tmp_path, test, limit_s, ranks=2):

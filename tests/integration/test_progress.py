@@ -9,9 +9,7 @@ import subprocess
 import termios
 
 import pytest
-from harness import BIN, OPENMPI
-
-MPIS = ["mpich", "openmpi"]
+from harness import BIN, MPIS, OPENMPI
 
 PROGRAM = r"""
 import sys, time

@@ -5,11 +5,9 @@ import json
 import pathlib
 
 import pytest
-from harness import mpirun
+from harness import MPIS, full, mpirun
 
 PROGRAM = pathlib.Path(__file__).with_name("ps_program.py")
-MPIS = ["mpich", "openmpi"]
-FULL = pytest.mark.full  # runs with --full only
 POLICIES = {
     "async": {"consistency": ["Async", {}]},
     "bounded": {"consistency": ["Bounded", {"staleness": 1}]},
@@ -74,7 +72,7 @@ def check_sums(results, workers, servers):
 @pytest.mark.parametrize("mpi", MPIS)
 @pytest.mark.parametrize(
     ("apart", "servers"),
-    [(False, 1), (True, 3), pytest.param(True, 1, marks=FULL), pytest.param(False, 3, marks=FULL)],
+    [(False, 1), (True, 3), pytest.param(True, 1, marks=full), pytest.param(False, 3, marks=full)],
 )
 def test_one_worker_gives_what_the_optimizer_alone_gives(apart, servers, mpi, tmp_path):
     """Own: an optimizer of the user, whose state only one server can give. 3 servers: more than tensors in `spare`."""
@@ -110,10 +108,10 @@ def check_clips(found, err):
     [
         (True, 2, 1),
         (False, 3, 2),
-        pytest.param(False, 2, 1, marks=FULL),
-        pytest.param(True, 3, 2, marks=FULL),
-        pytest.param(False, 3, 3, marks=FULL),
-        pytest.param(True, 3, 3, marks=FULL),
+        pytest.param(False, 2, 1, marks=full),
+        pytest.param(True, 3, 2, marks=full),
+        pytest.param(False, 3, 3, marks=full),
+        pytest.param(True, 3, 3, marks=full),
     ],
 )
 def test_sync_is_the_serial_optimizer_on_the_mean_and_no_policy_loses_a_gradient(
@@ -147,7 +145,7 @@ def check_start(found, workers, servers):
     assert found["values"] == [0.0, 0.0]
 
 
-@FULL
+@full
 @pytest.mark.parametrize("mpi", MPIS)
 @pytest.mark.parametrize("apart", [False, True], ids=["shm", "mpi"])
 @pytest.mark.parametrize("servers", [1, 2, 3])

@@ -4,7 +4,8 @@ import pathlib
 import re
 
 import pytest
-from ps_jobs import MPIS, POLICIES, Case, check_end, job, run_cases
+from harness import MPIS
+from ps_jobs import POLICIES, Case, check_end, job, run_cases
 
 from allred import checkpoint
 

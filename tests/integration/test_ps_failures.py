@@ -4,9 +4,9 @@ import os
 import re
 
 import pytest
-from ps_jobs import CUT_SHORT, MAKE, MPIS, POLICIES, ULFM, check_end, check_failure, done, job
-
-FULL = pytest.mark.full  # runs with --full only
+from failures import FAILURES
+from harness import MPIS, ULFM, full
+from ps_jobs import CUT_SHORT, MAKE, POLICIES, check_end, check_failure, done, job
 
 
 def shared_memory():
@@ -16,22 +16,15 @@ def shared_memory():
 
 # ---- a worker that fails
 
-FAILS = {
-    "raises": ("raise ValueError('boom')", 1, "failed with exit code 1: ValueError: boom"),
-    "exits": ("sys.exit(3)", 3, "failed with exit code 3: sys.exit(3)"),
-    "interrupted": ("threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start(); time.sleep(9)", 130,
-                    "failed with exit code 130: KeyboardInterrupt"),
-}  # fmt: skip
-
 
 @pytest.mark.parametrize("mpi", MPIS)
-@pytest.mark.parametrize("fails", ["raises", pytest.param("exits", marks=FULL), "interrupted"])
+@pytest.mark.parametrize("fails", ["raise", pytest.param("sys.exit", marks=full), "interrupt"])
 def test_it_ends_the_job_and_leaves_nothing_in_shared_memory(fails, mpi, tmp_path):
-    action, code, _ = FAILS[fails]
+    action, code, _ = FAILURES[fails]
     before = shared_memory()
     body = f"train(3)\nif me == 1:\n    {action}\ntrain(10_000)"
     result = job(tmp_path, body, 2, 1, mpi=mpi, consistency="sync")
-    check_failure(result, code, "; ending the job", mpi, tracebacks=int(fails != "exits"))
+    check_failure(result, code, "; ending the job", mpi, tracebacks=int(fails != "sys.exit"))
     assert not shared_memory() - before
 
 
@@ -41,10 +34,10 @@ def test_it_ends_the_job_and_leaves_nothing_in_shared_memory(fails, mpi, tmp_pat
     [
         ("sync", 0, True),
         ("backup", 1, False),
-        pytest.param("async", 0, False, marks=FULL),
-        pytest.param("async", 1, True, marks=FULL),
-        pytest.param("bounded", 0, False, marks=FULL),
-        pytest.param("bounded", 1, True, marks=FULL),
+        pytest.param("async", 0, False, marks=full),
+        pytest.param("async", 1, True, marks=full),
+        pytest.param("bounded", 0, False, marks=full),
+        pytest.param("bounded", 1, True, marks=full),
     ],
 )
 def test_the_others_go_on(policy, who, apart, mpi, tmp_path):
@@ -57,7 +50,7 @@ def test_the_others_go_on(policy, who, apart, mpi, tmp_path):
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["shared", "messages"])
-@pytest.mark.parametrize("policy", ["sync", *(pytest.param(name, marks=FULL) for name in ("async", "bounded"))])
+@pytest.mark.parametrize("policy", ["sync", *(pytest.param(name, marks=full) for name in ("async", "bounded"))])
 def test_the_others_go_on_when_it_is_interrupted_while_it_waits_in_a_step(policy, apart, tmp_path):
     """Worker 2 is late, the others wait for it."""
     body = """
@@ -72,7 +65,7 @@ done()
     assert done(result) == {0, 2}, result.text
 
 
-@pytest.mark.parametrize("locking", [pytest.param(0, marks=FULL), 1])
+@pytest.mark.parametrize("locking", [pytest.param(0, marks=full), 1])
 @pytest.mark.parametrize("apart", [False, True], ids=["shared", "messages"])
 def test_the_others_go_on_when_it_is_interrupted_in_the_middle_of_its_gradient(apart, locking, tmp_path):
     body = "if me == 1: cut_short(signal.SIGINT)\nothers()\ntrain(4)\ndone()"
@@ -82,8 +75,8 @@ def test_the_others_go_on_when_it_is_interrupted_in_the_middle_of_its_gradient(a
     assert done(result) == {0}, result.text
 
 
-@pytest.mark.parametrize("setting", [pytest.param("end", marks=FULL), "go_on"])
-@pytest.mark.parametrize("policy", [pytest.param("async", marks=FULL), "sync"])
+@pytest.mark.parametrize("setting", [pytest.param("end", marks=full), "go_on"])
+@pytest.mark.parametrize("policy", [pytest.param("async", marks=full), "sync"])
 def test_all_workers_raise(policy, setting, tmp_path):
     result = job(tmp_path, "train(3)\nraise ValueError('boom')", 2, 1, worker_failure=setting, **POLICIES[policy])
     check_end(result, 1)
@@ -101,7 +94,7 @@ def test_a_worker_is_killed(mpi, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "policy", ["backup", *(pytest.param(name, marks=FULL) for name in ("async", "bounded", "sync"))]
+    "policy", ["backup", *(pytest.param(name, marks=full) for name in ("async", "bounded", "sync"))]
 )
 def test_the_others_go_on_where_the_launcher_lets_them(policy, tmp_path):
     body = "train(3)\nif me == 1: os.kill(os.getpid(), signal.SIGKILL)\ntrain(20)\ndone()"
@@ -111,7 +104,7 @@ def test_the_others_go_on_where_the_launcher_lets_them(policy, tmp_path):
     assert not result.left, result.text
 
 
-@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=FULL)], ids=["shared", "messages"])
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=full)], ids=["shared", "messages"])
 def test_after_an_interrupted_step_another_step_is_an_error_and_so_is_a_good_end(apart, tmp_path):
     """A server may still wait for the rest of the gradient."""
     body = """
@@ -132,7 +125,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.parametrize("mpi", MPIS)
-@pytest.mark.parametrize("setting", [pytest.param("end", marks=FULL), "go_on"])
+@pytest.mark.parametrize("setting", [pytest.param("end", marks=full), "go_on"])
 def test_an_optimizer_that_raises_on_the_server(setting, mpi, tmp_path):
     make = MAKE.replace("allred.optim.SGD(lr=1.0)", "Own()")
     own = """
@@ -147,7 +140,7 @@ class Own:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "mpi"), [("mpirun", "mpich"), ("ulfm", "openmpi"), pytest.param("mpirun", "openmpi", marks=FULL)]
+    ("launcher", "mpi"), [("mpirun", "mpich"), ("ulfm", "openmpi"), pytest.param("mpirun", "openmpi", marks=full)]
 )
 def test_a_server_is_killed(launcher, mpi, tmp_path):
     """The message names it and the last checkpoint, and nothing is left in shared memory."""

@@ -4,10 +4,8 @@ import os
 import re
 
 import pytest
-from harness import mpirun
-from ps_jobs import MAKE, MPIS, POLICIES, Case, check_end, check_failure, done, job, run_cases
-
-FULL = pytest.mark.full  # runs with --full only
+from harness import MPIS, full, mpirun
+from ps_jobs import MAKE, POLICIES, Case, check_end, check_failure, done, job, run_cases
 
 # ---- a good end
 
@@ -18,9 +16,9 @@ FULL = pytest.mark.full  # runs with --full only
     [
         ("async", False, 1),
         ("sync", True, 2),
-        pytest.param("bounded", False, 2, marks=FULL),
-        pytest.param("async", True, 2, marks=FULL),
-        pytest.param("sync", False, 1, marks=FULL),
+        pytest.param("bounded", False, 2, marks=full),
+        pytest.param("async", True, 2, marks=full),
+        pytest.param("sync", False, 1, marks=full),
     ],
 )
 def test_workers_may_end_at_different_steps_in_different_ways_and_the_chief_reports_all_steps(

@@ -107,19 +107,6 @@ def test_a_task_that_fails_ends_all_with_its_exit_code(fails, code):
     assert not any(result.left for result in found.values()), text(found)
 
 
-@pytest.mark.full  # test_client.py has it with a client; training on: test_ps_failures.py
-def test_with_go_on_the_others_train_on_and_end_well():
-    with tasks(cluster()) as t:
-        kill = "train(50, 0.05, lambda n: os.kill(os.getpid(), 9) if n == 3 else None)"
-        found = t.all(
-            {("ps", 0): "server.join()", ("worker", 0): "train(60, 0.05)\nprint('trained')", ("worker", 1): kill},
-            worker_failure="go_on",
-        )
-    assert [result.code for result in found.values()] == [0, 0, -9], text(found)
-    assert "trained" in found["worker", 0].out
-    assert not any(result.left for result in found.values()), text(found)
-
-
 def test_a_task_that_dies_while_mpi_starts_is_named_to_the_other():
     with tasks(cluster(1, 1)) as t:
         kill = "import allred.server\nallred.server.enter = lambda *_, **__: os.kill(os.getpid(), 9)"

@@ -1,7 +1,7 @@
 """allred.Server in the world that mpirun has made, and alone. Without a launcher: test_rendezvous.py."""
 
 import pytest
-from harness import mpirun, python
+from harness import MPIS, mpirun, python
 
 from allred import checkpoint
 
@@ -40,7 +40,7 @@ for part in range(3):
 """
 
 
-@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+@pytest.mark.parametrize("mpi", MPIS)
 def test_join_serves_with_worker_0_s_optimizer_and_policy_and_returns_also_where_nobody_trains(mpi):
     """Three times in the same processes: init() works after shutdown(), because the server returns from join()."""
     result = mpirun(3, "-c", TRAIN.replace("WORKERS", "2").replace("SERVES", "server.join()"), mpi=mpi)

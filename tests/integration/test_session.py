@@ -6,13 +6,11 @@ import pathlib
 import re
 
 import pytest
-from harness import mpirun
+from harness import MPIS, full, mpirun
 
 from allred import checkpoint
 
 PROGRAM = pathlib.Path(__file__).with_name("session_program.py")
-MPIS = ["mpich", "openmpi"]
-FULL = pytest.mark.full  # runs with --full only
 
 
 def run(directory, ranks=2, mpi="mpich", mode="sync", env=None, timeout_s=60, **arguments):
@@ -157,9 +155,9 @@ def test_a_signal_to_mpich_s_mpirun_ends_the_loop(mode, fault, tmp_path):
     [
         ("mpich", 0, "raise", 1),
         ("openmpi", 1, "exit", 3),
-        pytest.param("mpich", 1, "exit", 3, marks=FULL),
-        pytest.param("openmpi", 1, "raise", 1, marks=FULL),
-        pytest.param("openmpi", 0, "exit", 3, marks=FULL),
+        pytest.param("mpich", 1, "exit", 3, marks=full),
+        pytest.param("openmpi", 1, "raise", 1, marks=full),
+        pytest.param("openmpi", 0, "exit", 3, marks=full),
     ],
 )
 def test_the_rank_that_fails_writes_the_last_checkpoint(mpi, on, fault, code, tmp_path):
@@ -251,7 +249,7 @@ def test_parameter_servers_and_back(mpi, tmp_path):
     assert third.found[0]["a"] == pytest.approx(-sum(velocities), rel=1e-6)
 
 
-@pytest.mark.parametrize("fault", ["SIGTERM", pytest.param("SIGINT", marks=FULL)])
+@pytest.mark.parametrize("fault", ["SIGTERM", pytest.param("SIGINT", marks=full)])
 def test_a_signal_to_a_worker_ends_all_workers(fault, tmp_path):
     result = run(tmp_path, 3, mode="ps", fault=fault, count=10**6, sleep_s=0.002)
     assert result.code == 0, result.text

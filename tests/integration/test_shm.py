@@ -1,18 +1,11 @@
 """The shm backend in whole programs: ranks that are killed, stopped, interrupted or kept apart, and several nodes."""
 
-import contextlib
 import os
-import pathlib
 import re
-import signal
-import time
-import uuid
 
 import pytest
-from harness import BIN, ROOT, mpirun, run
+from harness import BIN, MPIS, ROOT, full, gone, mpirun, run
 
-MPIS = ["mpich", "openmpi"]
-full = pytest.mark.full
 DIGITS = ROOT / "examples/digits_sync.py"
 BY_MPI = {"ALLRED_TRANSPORT": "mpi"}  # between nodes; test_tcp.py has the other transport
 NOT_OURS = ("mpich_", "sm_segment", "vader", "ucx_", "ompi", "osc_", "pmix", "sem.")  # MPI's, and other programs'
@@ -53,30 +46,8 @@ def program(after=CHECK, before="", patch=""):
     return START.format(before=before, patch=patch) + after
 
 
-@pytest.fixture
-def mark():
-    """A variable for a program's environment, by which to find its processes; whatever is left of it is killed."""
-    variable = {"SHM_TEST": uuid.uuid4().hex}
-    yield variable
-    for pid in processes(variable):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def processes(variable):
-    words, found = f"SHM_TEST={variable['SHM_TEST']}".encode(), []
-    for entry in pathlib.Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if entry.name.isdecimal() and words in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-    return found
-
-
 def assert_nothing_left(variable, before, result):
-    deadline = time.monotonic() + 5
-    while processes(variable) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not processes(variable), result.text  # so nobody holds the memory either: it has no name
+    assert gone(variable, 5), result.text  # so nobody holds the memory either: it has no name
     left = set(os.listdir("/dev/shm")) - before
     assert not [name for name in left if not name.startswith(NOT_OURS)], result.text
 
@@ -136,18 +107,6 @@ def test_a_stopped_rank_is_waited_for_without_burning_a_core(mpi, count, mark):
     result = mpirun(2, "-c", program(STOPPED.format(after=3, count=count) + CHECK), mpi=mpi, timeout_s=40, env=mark)
     assert (result.code, result.out.count("right by shm")) == (0, 2), result.text
     assert float(result.out.split("share of a core:")[1].split()[0]) < 0.3, result.text
-
-
-@full  # test_watch.py has it by default: test_a_stalled_rank_is_reported_once_and_ends_the_job
-@pytest.mark.parametrize("mpi", MPIS)
-def test_a_rank_that_stays_stopped_is_a_timeout_on_the_others(mpi, mark):
-    before = set(os.listdir("/dev/shm"))
-    environment = {**mark, "ALLRED_TIMEOUT_S": "2"}
-    code = program(STOPPED.format(after=30, count=10**6))
-    result = mpirun(3, "-c", code, mpi=mpi, timeout_s=25, env=environment)
-    assert result.code != 0, result.text
-    assert re.search(r"CollectiveTimeout: allreduce\(Sum\) .*: not complete after 2 s", result.err), result.text
-    assert_nothing_left(mark, before, result)
 
 
 INTERRUPTED = """

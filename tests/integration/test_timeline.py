@@ -7,11 +7,9 @@ import json
 import os
 
 import pytest
-from harness import mpirun, python
+from harness import MPIS, mpirun, python
 
 from allred.timeline import command
-
-MPIS = ["mpich", "openmpi"]
 
 TRAIN = """
 import time, numpy as np, allred

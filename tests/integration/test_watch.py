@@ -2,20 +2,16 @@
 
 import contextlib
 import os
-import pathlib
 import re
 import resource
 import signal
 import subprocess
 import time
-import uuid
 
 import pytest
-from harness import BIN, LATE_S, mpirun, run
+from failures import FAILURES, STALLS, count_tracebacks
+from harness import BIN, LATE_S, MPIS, ULFM, full, gone, mpirun, processes, run
 from hosts import hosts
-
-MPIS = ["mpich", "openmpi"]
-full = pytest.mark.full
 
 PROGRAM = """
 import os, signal, sys, threading, time
@@ -60,50 +56,11 @@ COLLECTIVES = {
     "allgather_object": "allred.allgather_object({})",
     "broadcast_object": "allred.broadcast_object({}, root=1)",
 }
-STALLS = {  # what the culprit does, and how the others are told of it
-    "sleeps": ("time.sleep(60)", r"in Python at <string>:11 \(culprit\)"),
-    "loops": ("while True: pass", r"in Python at <string>:11 \(culprit\)"),
-    "holds the GIL": (
-        "import ctypes; m = ctypes.create_string_buffer(64); [*map(ctypes.PyDLL(None).pthread_mutex_lock, (m, m))]",
-        r"in Python at <string>:11 \(culprit\)",
-    ),
-    "is stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", r"stopped \(kill -CONT \d+ continues it\)"),
-}
 LIMITS = {"ALLRED_TIMEOUT_S": "2", "ALLRED_STALL_WARNING_S": "1"}
 
 
 def program(culprit, peers=COLLECTIVES["allreduce"], who=1, after="allred.barrier()"):
     return PROGRAM.format(culprit=culprit, peers=peers, who=who, after=after)
-
-
-@pytest.fixture
-def mark():
-    """A variable for a program's environment, by which to find its processes; whatever is left of it is killed."""
-    variable = {"WATCH_TEST": uuid.uuid4().hex}
-    yield variable
-    for pid in processes(variable):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def processes(mark, words=""):
-    """The processes that have the mark in their environment, and the words in their command line."""
-    [(name, value)] = mark.items()
-    found = []
-    for entry in pathlib.Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            marked = f"{name}={value}".encode() in (entry / "environ").read_bytes().split(b"\0")
-            if marked and words.encode() in (entry / "cmdline").read_bytes():
-                found.append(int(entry.name))
-    return found
-
-
-def gone(mark, within_s=2.0):
-    """Whether no process is left of it."""
-    deadline = time.monotonic() + within_s
-    while (left := processes(mark)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not left
 
 
 def heard(result):
@@ -113,13 +70,6 @@ def heard(result):
 
 # ---- a rank that fails
 
-FAILURES = {
-    "raise": ("raise ValueError('boom')", 1, "failed with exit code 1: ValueError: boom"),
-    "sys.exit": ("sys.exit(3)", 3, "failed with exit code 3: sys.exit(3)"),
-    "raise SystemExit": ("raise SystemExit(3)", 3, "failed with exit code 3"),
-    "exit with words": ("sys.exit('no such file')", 1, "failed with exit code 1: sys.exit('no such file')"),
-    "interrupt": ("os.kill(os.getpid(), signal.SIGINT); time.sleep(9)", 130, "exit code 130: KeyboardInterrupt"),
-}
 BUSY = {
     "waits": COLLECTIVES["allreduce"],
     "sleeps": "time.sleep(60)",
@@ -141,7 +91,7 @@ def check_failure(result, failure, size, culprit=1):
     assert {f"finally on {rank}" for rank in range(size)} <= set(result.out.splitlines()), result.text
     assert "never" not in result.out, result.text
     tracebacks = failure in ("raise", "interrupt")
-    assert result.err.count("Traceback (most recent call last)") == tracebacks, result.text
+    assert count_tracebacks(result) == tracebacks, result.text
     assert result.err.count(f"allred: rank {culprit} on ") == 1, result.text
     assert f"left with exit code {code}; ending the job" in result.err, result.text
     assert result.err.count("no such file") == (failure == "exit with words"), result.text
@@ -218,7 +168,7 @@ def test_a_message_with_any_characters_and_of_any_length(mpi, character):
     assert result.code == 1, result.text
     words = f"failed with exit code 1: ValueError: {character * 300}\\udc80\0{character * 30}"
     assert words in heard(result)[0], result.text
-    assert result.err.count("Traceback (most recent call last)") == 1, result.text
+    assert count_tracebacks(result) == 1, result.text
 
 
 def test_a_rank_can_catch_the_verdict_or_raise_an_error_of_its_own():
@@ -270,8 +220,7 @@ def check_survivors(result):
 )
 def test_survivors_raise_where_the_launcher_lets_them_live(busy, mark):
     code = program("os.kill(os.getpid(), 9)", BUSY[busy])
-    command = [BIN["openmpi"] / "mpirun", "--with-ft", "ulfm", "-np", 3, BIN["openmpi"] / "python", "-c", code]
-    result = run(command, timeout_s=30, env=mark)
+    result = run([*ULFM, "-np", 3, BIN["openmpi"] / "python", "-c", code], timeout_s=30, env=mark)
     check_survivors(result)
     assert set(heard(result)) == {0, 2}, result.text
     assert {"finally on 0", "finally on 2"} <= set(result.out.splitlines()), result.text
@@ -291,14 +240,6 @@ def test_survivors_under_mpich(mark):
         if survivors == {0, 2}:
             break
     assert survivors == {0, 2}
-
-
-@full  # MPICH's mpirun kills all ranks also in test_one_line_says_which_rank_died_by_which_signal
-@pytest.mark.parametrize("mpi", MPIS)
-def test_every_rank_killed_leaves_no_watcher(mpi, mark):
-    code = program("os.kill(os.getpid(), 9)", "time.sleep(0.2); os.kill(os.getpid(), 9)")
-    mpirun(3, "-c", code, mpi=mpi, timeout_s=40, env=mark)
-    assert gone(mark)
 
 
 ORPHANS = """
@@ -608,10 +549,7 @@ def test_watchers_end_after_shutdown_and_with_their_ranks(mark):
     )
     with started(code, mark, env={"ALLRED_BANNER": "0"}) as job:
         assert [job.stdout.readline() for _ in range(2)] == 2 * ["ready\n"]
-        deadline = time.monotonic() + 5
-        while (left := processes(mark, "allred.watch")) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not left
+        assert gone(mark, 5, "allred.watch")
         _, err = job.communicate("go\n", timeout=LATE_S)
     assert (job.returncode, err) == (0, ""), err
     assert gone(mark, within_s=1.0)

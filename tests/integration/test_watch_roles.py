@@ -1,19 +1,15 @@
 """Whole jobs in which rank 0 is a server and the others are expendable: one fails or dies, and the others continue."""
 
-import contextlib
 import os
-import pathlib
 import re
 import signal
 import threading
 import time
-import uuid
 
 import pytest
-from harness import BIN, mpirun, run
+from failures import FAILURES, MPI_FIRST, WITHOUT_EXTENSION, check_end, count_tracebacks
+from harness import BIN, MPIS, ULFM, full, gone, mpirun, processes, run
 
-MPIS = ["mpich", "openmpi"]
-full = pytest.mark.full
 GO_ON = {"ALLRED_WORKER_FAILURE": "go_on"}
 
 # The others look at who is gone, as servers do, until `enough` are; then they take a moment more, and end.
@@ -54,15 +50,6 @@ finally:
     print("finally on", rank, flush=True)
 """
 
-FAILURES = {
-    "raise": ("raise ValueError('boom')", 1, "failed with exit code 1: ValueError: boom"),
-    "sys.exit": ("sys.exit(3)", 3, "failed with exit code 3: sys.exit(3)"),
-    "raise SystemExit": ("raise SystemExit(3)", 3, "failed with exit code 3"),
-    "interrupt": ("os.kill(os.getpid(), signal.SIGINT); time.sleep(9)", 130, "failed with exit code 130: Keyboard"),
-}
-WITHOUT_EXTENSION = "sys.modules['allred.native._kernels'] = None"
-MPI_FIRST = "from mpi4py import MPI"
-
 # Ranks 2 to 6 fail, each in another way. In ranks 4 and 5 Python owns the exit, not the extension.
 LINGER = """
 import atexit, resource
@@ -88,35 +75,11 @@ def program(fails, who=(2,), more_s=1.0, after="", before="", enough=None):
     return PROGRAM.format(fails=fails, who=who, enough=enough, more_s=more_s, after=after, before=before)
 
 
-def processes(mark, words=""):
-    """The processes that have the mark in their environment, and the words in their command line."""
-    [(name, value)] = mark.items()
-    found = []
-    for entry in pathlib.Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            marked = f"{name}={value}".encode() in (entry / "environ").read_bytes().split(b"\0")
-            if marked and words.encode() in (entry / "cmdline").read_bytes():
-                found.append(int(entry.name))
-    return found
-
-
 @pytest.fixture
-def mark():
-    """A variable for a program's environment, by which to find its processes: all are to end."""
-    variable = {"WATCH_TEST": uuid.uuid4().hex}
-    yield variable
-    deadline = time.monotonic() + 5
-    while (left := processes(variable)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    for pid in left:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    assert not left
-
-
-def check_end(result, code, mpi):
-    """The exit code; prterun itself crashes now and then where a rank aborts while another finalizes [ran]."""
-    assert result.code == code or (mpi == "openmpi" and result.code == -11), result.text
+def mark(mark):
+    """All processes of the program are to end."""
+    yield mark
+    assert gone(mark, 5)
 
 
 def done(result):
@@ -146,7 +109,7 @@ def test_the_others_go_on_and_its_exit_code_is_the_jobs(mpi, failure, mark):
     assert len(said) == 1, result.text
     assert how in said[0], result.text
     tracebacks = failure in ("raise", "interrupt")
-    assert result.err.count("Traceback (most recent call last)") == tracebacks, result.text
+    assert count_tracebacks(result) == tracebacks, result.text
     if tracebacks:
         assert result.err.index("Traceback (most") > result.err.index("the other ranks continue"), result.text
     assert result.err.count("; ending the job") == 1, result.text
@@ -164,7 +127,7 @@ def test_ranks_that_fail_linger_without_cpu_time_whoever_owns_the_exit_and_end_s
     assert float(after) < float(before) + 1, result.text  # of 11.5 s
     for rank in (2, 4, 6):
         assert result.err.count(f"\nValueError: boom {rank}") == 1, result.text
-    assert result.err.count("Traceback (most recent call last)") == 3, result.text
+    assert count_tracebacks(result) == 3, result.text
 
 
 @full
@@ -177,7 +140,7 @@ def test_where_python_owns_the_exit(mpi, failure, before, mark):
     result = mpirun(3, "-c", run_it, mpi=mpi, timeout_s=40, env=GO_ON | mark)
     check_end(result, code, mpi)
     assert done(result) == {0, 1}, result.text
-    assert result.err.count("Traceback (most recent call last)") == (failure == "raise"), result.text
+    assert count_tracebacks(result) == (failure == "raise"), result.text
 
 
 @pytest.mark.parametrize("mpi", MPIS)
@@ -187,7 +150,7 @@ def test_the_last_that_fails_ends_the_servers(mpi):
     assert result.code == 1, result.text
     assert not done(result), result.text
     assert re.search(r"^rank 0 heard: rank 2 \(worker 1\) on \S+ failed .*boom 2$", result.out, re.M), result.text
-    assert result.err.count("Traceback (most recent call last)") == 2, result.text
+    assert count_tracebacks(result) == 2, result.text
     assert result.err.index("ValueError: boom 1") < result.err.rindex("ValueError: boom 2"), result.text
 
 
@@ -221,12 +184,12 @@ def test_on_several_nodes(mpi, nodes):
 
 # ---- a worker that dies
 
-ULFM = {"mpich": ["-disable-auto-cleanup"], "openmpi": ["--with-ft", "ulfm"]}
+LETS_LIVE = {"mpich": [BIN["mpich"] / "mpirun", "-disable-auto-cleanup"], "openmpi": ULFM}
 KILL = "os.kill(os.getpid(), 9)"
 
 
 def survive(mpi, code, mark, ranks=3):
-    command = [BIN[mpi] / "mpirun", *ULFM[mpi], "-np", ranks, BIN[mpi] / "python", "-c", code]
+    command = [*LETS_LIVE[mpi], "-np", ranks, BIN[mpi] / "python", "-c", code]
     return run(command, timeout_s=40, env=GO_ON | mark)
 
 

@@ -37,10 +37,6 @@ class Net(nn.Module):
             total = total + (value * float(given.fault) if given.fault and place == given.place else value)
         return total
 
-    def owners(self) -> list[tuple[nn.Parameter, int]]:
-        """Return each parameter and the index of its part."""
-        return [(parameter, index) for index, part in enumerate(self.parts) for parameter in part.parameters()]
-
 
 class NetPart(nn.Module):
     def __init__(self, kind: str, dtype: torch.dtype) -> None:

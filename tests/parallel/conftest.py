@@ -113,22 +113,14 @@ def _worlds():
                 yield pytest.param((backend, nodes), id=f"{backend}-{''.join(map(str, nodes))}")
 
 
-def _open(param):
-    backend, nodes = param
-    facts = [TransportFacts(node, has_kernels=native.available) for node in nodes]
-    return create(MpiBootstrap(MPI.COMM_WORLD.Dup()), facts, Config(timeout_s=30.0, **BACKENDS[backend]))[0]
-
-
-def _close(communicator):
-    communicator.barrier().wait()
-    communicator.close()
-
-
 @pytest.fixture(scope="module", params=_worlds())
 def _module_comm(request):
-    communicator = _open(request.param)
+    backend, nodes = request.param
+    facts = [TransportFacts(node, has_kernels=native.available) for node in nodes]
+    communicator, _ = create(MpiBootstrap(MPI.COMM_WORLD.Dup()), facts, Config(timeout_s=30.0, **BACKENDS[backend]))
     yield communicator
-    _close(communicator)
+    communicator.barrier().wait()
+    communicator.close()
 
 
 @pytest.fixture
@@ -136,11 +128,3 @@ def comm(_module_comm):
     """A communicator of each backend that can serve this world; tests of a module share it and leave it usable."""
     yield _module_comm
     _module_comm.barrier().wait()
-
-
-@pytest.fixture(params=_worlds())
-def fresh_comm(request):
-    """The same, used by one test alone."""
-    communicator = _open(request.param)
-    yield communicator
-    _close(communicator)

@@ -17,10 +17,9 @@ LIMIT_S = 280
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 
 
-def check_accuracy(result):
-    assert result.code == 0, result.text
-    accuracy = re.fullmatch(r"test accuracy: (0\.\d{3})", result.out.splitlines()[-1])
-    assert accuracy, result.text
+def check_accuracy(text):
+    accuracy = re.fullmatch(r"test accuracy: (0\.\d{3})", text.splitlines()[-1])
+    assert accuracy, text
     assert float(accuracy[1]) > 0.9
 
 
@@ -28,32 +27,40 @@ def check_accuracy(result):
 @pytest.mark.parametrize(
     ("name", "ranks", "mode"),
     [
-        ("torch_digits", 2, "sync"),
-        ("torch_ddp", 2, "sync"),
         ("torch_ps", 3, "ps"),
         pytest.param("torch_digits", 1, "sync", marks=pytest.mark.full),
+        pytest.param("torch_digits", 2, "sync", marks=pytest.mark.full),  # in the job of all programs by default
+        pytest.param("torch_ddp", 2, "sync", marks=pytest.mark.full),
         pytest.param("torch_ps", 2, "sync", marks=pytest.mark.full),
     ],
 )
 def test_it_learns(name, ranks, mode):
     env = {"ALLRED_MODE": mode, **ENVIRONMENT}
-    check_accuracy(testing.mpirun(ranks, EXAMPLES / f"{name}.py", env=env, timeout_s=LIMIT_S))
+    result = testing.mpirun(ranks, EXAMPLES / f"{name}.py", env=env, timeout_s=LIMIT_S)
+    assert result.code == 0, result.text
+    check_accuracy(result.out)
 
 
 @pytest.mark.full
 @pytest.mark.limit(300)
 @pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]])
 def test_ddp_without_mpirun(launcher):
-    check_accuracy(testing.run([sys.executable, *launcher, EXAMPLES / "torch_ddp.py"], LIMIT_S, ENVIRONMENT))
+    result = testing.run([sys.executable, *launcher, EXAMPLES / "torch_ddp.py"], LIMIT_S, ENVIRONMENT)
+    assert result.code == 0, result.text
+    check_accuracy(result.out)
 
 
 # The programs of the pages.
 
 ALL = """
-import runpy, sys
+import os, runpy, sys
 import allred
-for file in sys.argv[1:]:
-    runpy.run_path(file, run_name="__main__")
+for words in sys.argv[1:]:
+    if os.environ["PMI_RANK"] == "0":
+        print("program", words, flush=True)
+    sys.argv = words.split()
+    sys.path[0] = os.path.dirname(sys.argv[0])
+    runpy.run_path(sys.argv[0], run_name="__main__")
     allred.shutdown()
 """
 
@@ -75,12 +82,21 @@ def written(directory, *pages):
 
 @pytest.mark.limit(300)
 @pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.full)])
-def test_readme_and_from_ddp_and_from_horovod(tmp_path, ranks):
-    """All programs in one job."""
+def test_readme_and_from_ddp_and_from_horovod_and_examples(tmp_path, ranks):
+    """All programs in one job. On GPUs mnist_torch.py is run by `make test-gpu`."""
     files = written(tmp_path, "README.md", "docs/from-ddp.md", "docs/from-horovod.md")
-    result = testing.mpirun(ranks, "-c", ALL, *files, env=ENVIRONMENT, timeout_s=LIMIT_S)
-    assert (result.code, result.out) == (0, "found [[1. 2. 3. 4.]]\n" * 4), result.text
+    examples = [EXAMPLES / "torch_digits.py", EXAMPLES / "torch_ddp.py", f"{EXAMPLES}/mnist_torch.py --steps 40"]
+    result = testing.mpirun(ranks, "-c", ALL, *files, *examples, env=ENVIRONMENT, timeout_s=LIMIT_S)
+    assert result.code == 0, result.text
+    *pages, digits, ddp, mnist = re.split("^program .*\n", result.out, flags=re.MULTILINE)[1:]
+    assert pages == ["found [[1. 2. 3. 4.]]\n"] * 4, result.text
     assert len(files[0].read_text().splitlines()) <= 15, "README: the program with torch is as short as that with numpy"
+    for text in (digits, ddp):
+        check_accuracy(text)
+    assert re.search(rf"^\d+ examples/s on {ranks} ranks?, on cpu\nparameters equal on all ranks: yes", mnist, re.M), (
+        mnist
+    )
+    assert float(re.search(r"test accuracy: (\S+)", mnist)[1]) > 0.7, mnist
 
 
 @pytest.mark.full

@@ -96,9 +96,12 @@ class Job:
     def leave(self, worker):
         carries = "sending" if self.machine.asks else "computing"
         sent = self.phase[worker] == carries and self.random.random() < 0.5
+        accepted = list(self.machine.accepted)
+        accepted[worker] += sent - (self.phase[worker] == "sending")  # withdrawn if not known to have arrived
         if sent:
             self.count(worker)
         self.machine.leave(worker, sent=sent)
+        assert self.machine.accepted == accepted
         del self.phase[worker]
         if worker in self.waiting:
             self.waiting.remove(worker)

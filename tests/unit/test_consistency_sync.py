@@ -1,4 +1,4 @@
-"""Sync on parameter servers: the rules of TensorFlow's SyncReplicasOptimizer, and what becomes of who leaves."""
+"""Sync on parameter servers: examples of tokens, as in SyncReplicasOptimizer. All else: test_consistency.py."""
 
 from allred.ps.consistency import Sync
 
@@ -8,44 +8,6 @@ def give(machine, *workers):
     for worker in workers:
         assert machine.begin(worker)
         machine.done(worker)
-
-
-def test_sync_takes_one_gradient_of_each_worker_and_all_continue_together():
-    machine = Sync().coordinator(3)
-    assert (machine.asks, machine.waits, machine.needed, machine.issued) == (True, True, 3, 0)
-    give(machine, 2, 0)
-    assert (machine.ready(), machine.global_step) == ([], 0)
-    assert machine.begin(1)
-    assert (machine.ready(), machine.global_step) == ([], 0)  # not yet in at all servers
-    machine.done(1)
-    assert (machine.global_step, machine.issued) == (1, 3)
-    assert machine.ready() == [(2, 1), (0, 1), (1, 1)]
-    assert (machine.accepted, machine.dropped) == ([1, 1, 1], [0, 0, 0])
-
-
-def test_sync_drops_the_gradient_of_a_backup_worker():
-    machine = Sync(2).coordinator(3)
-    give(machine, 0, 1)
-    assert machine.ready() == [(0, 1), (1, 1)]
-    assert not machine.begin(2)  # local step 0, global step 1
-    assert machine.ready() == [(2, 1)]  # it is not punished further
-    give(machine, 2)
-    assert (machine.accepted, machine.dropped, machine.issued) == ([1, 1, 1], [0, 0, 1], 3)
-
-
-def test_sync_accepts_no_more_than_needed_and_dropped_workers_wait():
-    machine = Sync(2).coordinator(4)
-    give(machine, 0, 1)
-    assert machine.ready() == [(0, 1), (1, 1)]  # of four tokens
-    assert machine.begin(0)
-    assert machine.begin(1)
-    assert not machine.begin(3)
-    machine.done(0)
-    assert machine.ready() == []  # though two tokens are left: the step has its gradients
-    machine.done(1)
-    assert machine.global_step == 2
-    assert machine.ready() == [(3, 2), (0, 2), (1, 2)]
-    assert machine.dropped == [0, 0, 0, 1]
 
 
 def test_sync_a_worker_may_take_several_tokens_of_a_step():
@@ -85,51 +47,6 @@ def test_sync_tokens_of_a_past_step_are_void():
     for worker in (1, 2, 3, 4):
         assert not machine.begin(worker)
     assert machine.ready() == [(1, 49), (2, 49), (3, 49), (4, 49)]  # tokens of the step; worker 0 holds the fifth
-
-
-def test_sync_with_all_live_workers_shrinks_and_the_step_ends():
-    machine = Sync().coordinator(3)
-    give(machine, 0, 2)
-    machine.leave(1)  # the only one missing
-    assert (machine.needed, machine.global_step, machine.issued) == (2, 1, 2)
-    assert machine.ready() == [(0, 1), (2, 1)]
-
-
-def test_sync_a_gradient_stays_in_the_step_when_its_worker_finishes():
-    machine = Sync().coordinator(3)
-    give(machine, 0)
-    machine.leave(0)
-    assert machine.needed == 3
-    give(machine, 1, 2)
-    assert (machine.global_step, machine.accepted, machine.needed) == (1, [1, 1, 1], 2)
-
-
-def test_sync_the_last_step_ends_when_all_have_finished():
-    machine = Sync().coordinator(2)
-    give(machine, 0)
-    machine.leave(0)
-    machine.leave(1)
-    assert (machine.global_step, machine.needed) == (1, 0)
-    nobody = Sync().coordinator(1)
-    nobody.leave(0)
-    assert nobody.global_step == 0
-
-
-def test_sync_survivors_give_several_when_a_token_holder_leaves():
-    """tensorflow issues 20342, 11660: this hangs there."""
-    machine = Sync(3).coordinator(3)
-    give(machine, 0)
-    machine.leave(1)
-    assert machine.ready() == [(0, 0)]
-    give(machine, 2)
-    machine.leave(2)
-    assert machine.needed == 3
-    give(machine, 0)
-    assert (machine.global_step, machine.accepted) == (1, [2, 0, 1])
-    for _ in range(3):
-        assert machine.ready() == [(0, 1)]
-        give(machine, 0)
-    assert machine.global_step == 2
 
 
 def test_sync_tokens_follow_the_live_workers():
@@ -186,35 +103,3 @@ def test_sync_a_leave_takes_no_token_from_another_worker():
     assert machine.ready() == []
     give(machine, 3)
     assert machine.ready() == [(1, 2), (2, 2), (3, 2)]
-
-
-def test_sync_withdraws_what_is_not_known_to_have_arrived():
-    machine = Sync(2).coordinator(4)
-    assert machine.begin(0)
-    assert machine.begin(1)
-    assert not machine.begin(2)  # the step has its two
-    assert not machine.begin(3)
-    machine.leave(1)
-    assert machine.accepted == [1, 0, 0, 0]
-    assert machine.ready() == [(2, 0), (3, 0)]  # one of them is needed after all; who comes first
-    machine.done(0)
-    give(machine, 3)
-    assert (machine.global_step, machine.accepted, machine.dropped) == (1, [1, 0, 0, 1], [0, 0, 1, 1])
-
-
-def test_sync_counts_what_has_arrived_everywhere():
-    machine = Sync(2).coordinator(3)
-    give(machine, 0)
-    assert machine.begin(1)
-    machine.leave(1, sent=True)
-    assert (machine.global_step, machine.accepted, machine.live) == (1, [1, 1, 0], {0, 2})
-    assert machine.ready() == [(0, 1)]
-
-
-def test_sync_of_all_live_workers_withdraws_too():
-    machine = Sync().coordinator(3)
-    give(machine, 0, 2)
-    assert machine.begin(1)
-    machine.leave(1)
-    assert (machine.global_step, machine.accepted) == (1, [1, 0, 1])
-    assert machine.ready() == [(0, 1), (2, 1)]
