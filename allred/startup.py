@@ -337,7 +337,7 @@ def _start_watchers(plan: _Decisions, facts: list[_Facts], control: Communicator
     everyone = numbering.number(plan.nodes, control.rank)
     reach = "network" if len({each.host for each in facts}) > 1 else "host" if everyone.nodes > 1 else ""
     expendable = tuple(plan.workers) if plan.servers else ()
-    watch.start(control, everyone, plan.config, reach, expendable, launcher=bootstrap.launcher_ends_job)
+    watch.start(control, everyone, plan.config, reach, expendable=expendable, launcher=bootstrap.launcher_ends_job)
     if plan.servers or plan.clients:
         watch.set_role(topology.role())
 

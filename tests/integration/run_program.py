@@ -85,6 +85,7 @@ def main(what, argument=""):
     elif what == "deaf":  # a program that ignores the signals
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
+        allred.barrier()  # all ignore them
         for _ in range(2):
             if rank == 0:
                 os.kill(runner(), signal.SIGINT)
