@@ -22,9 +22,9 @@ from allred.cluster import mpi, processors, topology
 from allred.cluster.processors import Cores
 from allred.cluster.spec import CLIENT
 from allred.comm import recording, select
-from allred.comm.bootstrap import AloneBootstrap, Bootstrap
+from allred.comm.bootstrap import Bootstrap, SingleBootstrap
 from allred.comm.communicator import Communicator
-from allred.comm.create import NoCollectives, add_devices, create, on_mpi
+from allred.comm.create import NoCollectives, add_devices, control_communicator, create
 from allred.comm.process_set import PROCESS_SETS, ProcessSets
 from allred.comm.select import TransportFacts
 from allred.config import Config, explicit_settings, settle
@@ -168,8 +168,8 @@ class _Decisions:
 
 def _join_ranks(comm: Any, settings: dict[str, Any] | str, cluster: Cluster, in_cluster: bool) -> None:
     bootstrap, library = _start_mpi(comm, cluster.lifeline)
-    control = on_mpi(bootstrap, Config.timeout_s)
-    host = bootstrap.lowest_rank_here()
+    control = control_communicator(bootstrap, Config.timeout_s)
+    host = bootstrap.lowest_rank_on_node()
     may_use_gpus = isinstance(settings, dict) and settings.get("backend", "auto") in ("auto", "nccl")
     gpus = streams.visible_gpus() if may_use_gpus else streams.NO_GPUS
     own_mpirun = library.startswith("Open MPI") and not runner_address()  # `allred run` passes the hosts itself
@@ -197,12 +197,13 @@ def _join_ranks(comm: Any, settings: dict[str, Any] | str, cluster: Cluster, in_
 
 
 def _start_mpi(comm: Any, lifeline: int) -> tuple[Bootstrap, str]:
-    """Start MPI. Return all ranks, on a communicator for allred alone, and the name of the MPI, or "no MPI"."""
+    """Start MPI. Return the Bootstrap of all ranks, on a communicator for allred alone, and the name of the MPI, or
+    "no MPI"."""
     MPI, ours = mpi.load()  # noqa: N806  (mpi4py's spelling)
     if MPI is None:
         if isinstance(comm, Sequence) and list(comm) != [0]:
             raise InputError(f"init(comm={comm!r}): there is one rank, 0, because no MPI could be loaded")
-        return AloneBootstrap(), "no MPI"
+        return SingleBootstrap(), "no MPI"
     exit_protocol.take_over(MPI, finalizes=ours, lifeline=lifeline)
     is_list = isinstance(comm, Sequence) and not isinstance(comm, str)
     if is_list:

@@ -33,8 +33,8 @@ class World:
     queues: the `WorkQueue`s that make progress in every wait of this rank.
     failure: the error of another rank, to be raised here (testing.threads; between processes the watcher has it).
     counters: of the steps of this rank, for monitors. slots: see `Slot`.
-    generation: its number in this job, from 1; the same on all ranks. Headers carry it, so an operation of a rank that
-    is still in an older world is an error.
+    generation: the number of this world in the job, from 1; the same on all ranks. Headers carry it, so an operation of
+    a rank that is still in an older world is an error.
     """
 
     topology: Numbering

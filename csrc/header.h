@@ -17,7 +17,7 @@ typedef struct {
   uint64_t sequence;
   uint8_t kind, op, dtype, problem;
   int32_t root;
-  uint64_t name, words, count, world;
+  uint64_t name, words, count, generation;
   uint64_t rows, note; /* may differ between ranks; all fields before must agree */
 } allred_header;
 

@@ -1,7 +1,8 @@
-"""A Bootstrap knows the number of each rank, and exchanges bytes before the ranks have any other connection.
+"""`Bootstrap` gives this process its rank, and exchanges bytes between ranks that have no other connection yet.
 
-Communicators are formed from it. MPI is one (backends/mpi_bootstrap.py); the rendezvous of tasks without a launcher is
-another (launch/rendezvous_bootstrap.py). Its calls are collective and block.
+Communicators are created from it (create.py). MpiBootstrap (backends/mpi_bootstrap.py) uses MPI; RendezvousBootstrap
+(launch/rendezvous_bootstrap.py) uses the rendezvous process of tasks without a launcher. All methods are collective;
+all except `barrier_of` block.
 """
 
 import abc
@@ -15,12 +16,12 @@ T = TypeVar("T")
 
 
 class Bootstrap(abc.ABC):
-    """Some ranks, in order: this one is number `rank` of `size`.
+    """The Bootstrap of `size` ranks; this process is number `rank`.
 
-    mpi: their mpi4py communicator, for what only MPI does (backend mpi, messages, parameter servers); None without MPI.
-    launcher_ends_job: whether a launcher ends all ranks when one dies. If no launcher does, the watchers report deaths.
-    Before the watchers run, a call of the Bootstrap raises AllredError.
-    generation: of the world that is formed.
+    mpi: their mpi4py communicator, for the parts that need MPI: backend mpi, messages, parameter servers; else None.
+    launcher_ends_job: whether a launcher ends all ranks when one dies. If not, the watchers report the death; if a rank
+    dies before they run, the next call on the other ranks raises AllredError.
+    generation: the generation of the world that is created (world.World); 0 before init() has determined it.
     """
 
     mpi: Any = None
@@ -31,29 +32,29 @@ class Bootstrap(abc.ABC):
         self.rank, self.size = rank, size
 
     @abc.abstractmethod
-    def allgather(self, mine: bytes) -> list[bytes]:
+    def allgather(self, value: bytes) -> list[bytes]:
         """Return the bytes of all ranks. They come from other processes of the job, which are trusted."""
 
     @abc.abstractmethod
     def subset(self, ranks: Sequence[int], title: str = "") -> "Bootstrap":
-        """Return the Bootstrap of some ranks, in this order. Collective among them. title: as in `assemble`."""
+        """Return the Bootstrap of some ranks, in this order. Only these ranks call it. title: as in `barrier_of`."""
 
     @abc.abstractmethod
-    def assemble(self, ranks: Sequence[int], title: str) -> Steps[None]:
+    def barrier_of(self, ranks: Sequence[int], title: str) -> Steps[None]:
         """Wait until all of `ranks` have called this; other operations make progress meanwhile. title: the same on all
-        of them. No other group of these ranks that is assembled at the same time has this title."""
+        of them. Two of these barriers that are under way at once have different titles."""
 
     @abc.abstractmethod
-    def lowest_rank_here(self) -> int:
+    def lowest_rank_on_node(self) -> int:
         """Return the lowest rank on this node."""
 
-    def allgather_object(self, mine: T) -> list[T]:
+    def allgather_object(self, value: T) -> list[T]:
         """Return the pickled objects of all ranks."""
-        return [pickle.loads(each) for each in self.allgather(pickle.dumps(mine))]
+        return [pickle.loads(each) for each in self.allgather(pickle.dumps(value))]
 
-    def broadcast_object(self, mine: T, root: int = 0) -> T:
+    def broadcast_object(self, value: T, root: int = 0) -> T:
         """Return the object of rank `root`."""
-        return self.allgather_object(mine if self.rank == root else None)[root]  # type: ignore[return-value]
+        return self.allgather_object(value if self.rank == root else None)[root]  # type: ignore[return-value]
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -61,25 +62,25 @@ class Bootstrap(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Release the resources. Collective: only while all members are alive."""
+        """Release the resources. Collective; do not call it after a member has died."""
 
 
-class AloneBootstrap(Bootstrap):
+class SingleBootstrap(Bootstrap):
     """One rank, without MPI."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)
 
-    def allgather(self, mine: bytes) -> list[bytes]:
-        return [mine]
+    def allgather(self, value: bytes) -> list[bytes]:
+        return [value]
 
     def subset(self, ranks: Sequence[int], title: str = "") -> Bootstrap:
         return self
 
-    def assemble(self, ranks: Sequence[int], title: str) -> Steps[None]:
+    def barrier_of(self, ranks: Sequence[int], title: str) -> Steps[None]:
         yield from ()
 
-    def lowest_rank_here(self) -> int:
+    def lowest_rank_on_node(self) -> int:
         return 0
 
     def close(self) -> None:

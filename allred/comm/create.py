@@ -1,4 +1,5 @@
-"""Makes communicators: tries what select.py chooses, and tells it what failed."""
+"""Makes communicators: tries the transport that select.py chooses, and returns failures as facts, from which it chooses
+again."""
 
 import dataclasses
 import mmap
@@ -21,73 +22,78 @@ from allred.gpu.streams import Device
 from allred.numbering import number
 
 
-def on_mpi(ranks: Bootstrap, timeout_s: float) -> Communicator:
-    """Make a communicator on MPI alone, which owns `ranks`; without MPI, of one rank."""
-    if ranks.mpi is None:
-        assert ranks.size == 1, "several ranks without MPI"
+def control_communicator(bootstrap: Bootstrap, timeout_s: float) -> Communicator:
+    """Make the communicator that init() uses before a transport is chosen: on MPI alone; without MPI, of one rank. It
+    owns `bootstrap`."""
+    if bootstrap.mpi is None:
+        assert bootstrap.size == 1, "several ranks without MPI"
         return Communicator(SingleBackend(), timeout_s)
     from allred.comm.backends.mpi import MpiBackend  # imports MPI
 
-    return Communicator(MpiBackend(ranks.mpi), timeout_s)
+    return Communicator(MpiBackend(bootstrap.mpi), timeout_s)
 
 
-def create(ranks: Bootstrap, facts: list[TransportFacts], config: Config) -> tuple[Communicator, list[TransportFacts]]:
-    """Make the communicator of host arrays that `plan` chooses, which owns `ranks`. Return it, and the facts with the
-    results of the attempt. Collective and blocking.
+def create(
+    bootstrap: Bootstrap, facts: list[TransportFacts], config: Config
+) -> tuple[Communicator, list[TransportFacts]]:
+    """Make the communicator of host arrays on the transport that `plan` chooses. It owns `bootstrap`. Return it, and
+    the facts with what the attempt has shown. Collective and blocking.
 
-    Raises ConfigError, the same on all ranks, if `plan` does, or if hosts cannot connect by TCP. Then it closes
-    `ranks`.
+    Raises ConfigError, the same on all ranks, if `plan` does, if hosts cannot connect by TCP, or if a node has too
+    little shared memory for it. Then it closes `bootstrap`.
     """
     try:
-        communicator, facts = _create(ranks, facts, config)
+        communicator, facts = _create(bootstrap, facts, config)
     except ConfigError:
-        ranks.close()
+        bootstrap.close()
         raise
-    communicator.generation = ranks.generation
+    communicator.generation = bootstrap.generation
     return communicator, facts
 
 
-def _create(ranks: Bootstrap, facts: list[TransportFacts], config: Config) -> tuple[Communicator, list[TransportFacts]]:
+def _create(
+    bootstrap: Bootstrap, facts: list[TransportFacts], config: Config
+) -> tuple[Communicator, list[TransportFacts]]:
     memory, arenas = None, None
     if plan(facts, config).within == "shm":
-        memory, arenas, shared = _share_memory(ranks, [each.node for each in facts])
+        memory, arenas, shared = _share_memory(bootstrap, [each.node for each in facts])
         facts = [dataclasses.replace(each, shares_memory=one) for each, one in zip(facts, shared, strict=True)]
     chosen, nodes = plan(facts, config).backend, memory_nodes(facts)
     if chosen == "single":
-        ranks.close()
+        bootstrap.close()
         return Communicator(SingleBackend(), config.timeout_s), facts
     if chosen == "mpi":
-        return on_mpi(ranks, config.timeout_s), facts
+        return control_communicator(bootstrap, config.timeout_s), facts
     if chosen == "tcp":
         from allred.comm.backends import tcp
 
         return Communicator(
-            tcp.connect(ranks, nodes, memory, config.network, config.timeout_s), config.timeout_s
+            tcp.connect(bootstrap, nodes, memory, config.network, config.timeout_s), config.timeout_s
         ), facts
     from allred.comm.backends.shm import ShmBackend
 
-    here, bootstrap = number(nodes, ranks.rank), ranks if chosen == "shm" else None
-    node = (
-        SingleBackend() if memory is None else ShmBackend(here.local_rank, here.local_size, memory, bootstrap, arenas)
-    )
+    here, owned = number(nodes, bootstrap.rank), bootstrap if chosen == "shm" else None
+    node = SingleBackend() if memory is None else ShmBackend(here.local_rank, here.local_size, memory, owned, arenas)
     if chosen == "shm":
         return Communicator(node, config.timeout_s), facts
     from allred.comm.backends.shm_mpi import ShmMpiBackend
 
-    return Communicator(ShmMpiBackend(ranks.mpi, node, min(Counter(nodes).values())), config.timeout_s), facts
+    return Communicator(ShmMpiBackend(bootstrap.mpi, node, min(Counter(nodes).values())), config.timeout_s), facts
 
 
-def _share_memory(ranks: Bootstrap, nodes: list[int]) -> tuple[mmap.mmap | None, list[mmap.mmap] | None, list[bool]]:
+def _share_memory(
+    bootstrap: Bootstrap, nodes: list[int]
+) -> tuple[mmap.mmap | None, list[mmap.mmap] | None, list[bool]]:
     """Let the ranks of each node share memory. Return the memory of this node and its arenas, None if it has none, and
     for each rank whether it shares memory with others. Collective."""
     from allred.comm.backends import peer_arenas
     from allred.comm.backends.shm import segment_memory  # imports the C extension
 
-    mine = ranks.subset([rank for rank, node in enumerate(nodes) if node == nodes[ranks.rank]])
-    memory = segment_memory(mine) if mine.size > 1 else None
-    arenas = None if memory is None else peer_arenas.share(mine)
-    shared = ranks.allgather_object(memory is not None)
-    mine.close()
+    of_node = bootstrap.subset([rank for rank, node in enumerate(nodes) if node == nodes[bootstrap.rank]])
+    memory = segment_memory(of_node) if of_node.size > 1 else None
+    arenas = None if memory is None else peer_arenas.share(of_node)
+    shared = bootstrap.allgather_object(memory is not None)
+    of_node.close()
     return memory, arenas, shared
 
 

@@ -13,7 +13,7 @@ descriptors, and `verdict` makes one error of these, with the same text on all r
     16  name       u64   hash of the tensor's name
     24  words      u64   hash of what else must agree: dtypes and shapes of an allreduce; else the text of title etc.
     32  count      u64   elements of an allreduce
-    40  world      u64   generation of the world (allred/world.py); with ALLRED_CHECK=full mixed with a hash of the line
+    40  generation u64   of the world (allred/world.py); with ALLRED_CHECK=full, mixed with a hash of the source line
     48  rows       u64   first dimension on this rank (allgather); may differ
     56  note       u64   a number that the operation sends to all ranks, such as the weight, a float64, or the number of
                          samples of a step_allreduce; may differ
@@ -66,7 +66,7 @@ class OpDescriptor:
     found_at: str = ""  # the same, found after the ranks disagree
     earlier: str = ""  # the errors of earlier operations
     started_later: tuple[str, ...] = ()  # kind and name of the operations that this rank started after it
-    generation: int = 0  # of the world, after the ranks disagree
+    generation: int = 0  # of the world; set only after the ranks disagree
 
     @property
     def label(self) -> str:
@@ -183,8 +183,8 @@ def _verdict(calls: list[OpDescriptor], ranks: Sequence[int]) -> AllredError:
     generations = [f"generation {call.generation}" for call in calls]
     if len(set(generations)) > 1:
         return MismatchError(
-            f"ranks are in different generations of the world: {by_rank(generations, ranks)}; some have not "
-            "noticed that the ranks of the job have changed; restart the job"
+            f"ranks are in different generations of the world: {by_rank(generations, ranks)}; some "
+            "still use the world before the last change of the ranks; restart the job"
         )
     problems = {index: call.problem for index, call in enumerate(calls) if call.problem}
     if problems:

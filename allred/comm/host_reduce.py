@@ -298,7 +298,7 @@ class HostReductions(Group):
             yield from reduction.move(group, [arrays.flat(target) for target in reduction.targets])
 
     def _complete_now(self, operation: "CheckedOperation", reduction: Reduction) -> None:
-        """As `_complete`, before it returns."""
+        """Run `_complete`, and wait for it."""
         self.queue.start(f"{reduction.kind}{quoted(reduction.name)}", self._complete(operation, reduction)).wait()
 
     def _reduce(self, reduction: Reduction) -> Steps[None]:

@@ -32,7 +32,7 @@ from allred.errors import InputError
 class ProcessSets:
     """The communicators of the process sets of a world, and what they are created from.
 
-    bootstrap: all ranks. In it the workers come after `servers` servers. control: the communicator of all ranks.
+    bootstrap: of all ranks of the world; the workers come after `servers` servers. control: their communicator.
     everyone: the communicator of all workers, possibly `control`. facts: of each worker. config: with the transport of
     all workers, not auto, if they are on several nodes. made: the communicators by ranks, shared by equal sets; and by
     the keys of `_subgroup`.
@@ -53,7 +53,7 @@ class ProcessSets:
         """Create a communicator of these ranks. Collective among them. title: describes them. parent: the communicator
         whose operations it runs; None: it has operations of its own."""
         world_ranks = [rank + self.servers for rank in ranks]
-        yield from self.bootstrap.assemble(world_ranks, title)
+        yield from self.bootstrap.barrier_of(world_ranks, title)
         config = dataclasses.replace(self.config, timeout_s=self.everyone.queue.timeout_s)
         communicator, facts = create(
             self.bootstrap.subset(world_ranks, title), [self.facts[rank] for rank in ranks], config

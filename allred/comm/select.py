@@ -16,7 +16,7 @@ from allred.gpu.streams import NO_GPUS, VisibleGpus, binding_error
 
 @dataclasses.dataclass(frozen=True)
 class TransportFacts:
-    """The facts about one rank. The last two are known after an attempt."""
+    """The facts about one rank. `shares_memory` and `gpu_problem` are known after an attempt."""
 
     node: int = 0
     has_mpi: bool = True

@@ -1,4 +1,4 @@
-"""Forms communicators without MPI, through the rendezvous process of tasks that were started without a launcher."""
+"""A Bootstrap that uses the rendezvous process of tasks without a launcher, and no MPI."""
 
 import base64
 import hashlib
@@ -15,14 +15,14 @@ from allred.comm.work import Polled, Steps
 from allred.errors import AllredError, CollectiveTimeout
 from allred.launch.rendezvous_client import Joined, shared_memory_domain
 from allred.runtime.channel import Channel
-from allred.runtime.timings import EXCHANGE_LOOK_S
+from allred.runtime.timings import EXCHANGE_POLL_S
 
 
 class RendezvousBootstrap(Bootstrap):
-    """Some tasks of a rendezvous. members: their ranks; default: all.
+    """The Bootstrap of some tasks of a rendezvous. members: their ranks; default: all.
 
-    A call raises AllredError if another task has ended, and CollectiveTimeout if an exchange takes longer than the
-    limit of the connection. Only one thread may use a connection.
+    A call raises AllredError if another task has ended, and CollectiveTimeout if an exchange takes longer than
+    `limit_s` of the connection. Only one thread may use a connection.
     """
 
     launcher_ends_job = False
@@ -34,20 +34,20 @@ class RendezvousBootstrap(Bootstrap):
         self._members = tuple(range(connection.size) if members is None else members)
         super().__init__(self._members.index(connection.rank), len(self._members))
 
-    def allgather(self, mine: bytes) -> list[bytes]:
-        return self._connection.wait(self._begin(self._members, mine, self._title))
+    def allgather(self, value: bytes) -> list[bytes]:
+        return self._connection.wait(self._begin(self._members, value, self._title))
 
     def subset(self, ranks: Sequence[int], title: str = "") -> "RendezvousBootstrap":
         made = RendezvousBootstrap(self._connection, [self._members[rank] for rank in ranks], title)
         made.generation = self.generation
         return made
 
-    def assemble(self, ranks: Sequence[int], title: str) -> Steps[None]:
+    def barrier_of(self, ranks: Sequence[int], title: str) -> Steps[None]:
         key = self._begin([self._members[rank] for rank in ranks], b"", title)
-        yield Polled(lambda: self._connection.receive(key), waits_for_peers=True)
-        self._connection.wait(key)
+        yield Polled(lambda: self._connection.poll(key), waits_for_peers=True)
+        self._connection.take(key)
 
-    def lowest_rank_here(self) -> int:
+    def lowest_rank_on_node(self) -> int:
         nodes = self.allgather(shared_memory_domain().encode())
         return nodes.index(nodes[self.rank])
 
@@ -65,10 +65,10 @@ class RendezvousConnection:
         self.rank, self.size = joined.rank, joined.size
         self._channel = Channel(socket.socket(fileno=joined.pmi))
         self._lifeline, self._limit_s = joined.lifeline, limit_s
-        self._poll = select.poll()
+        self._poller = select.poll()  # the connection of PMI-1 carries the exchanges
         for file in (joined.pmi, joined.lifeline):
-            self._poll.register(file, select.POLLIN)
-        self._exchanges: dict[str, int] = defaultdict(int)  # the exchanges that were begun, by members and title
+            self._poller.register(file, select.POLLIN)
+        self._exchanges: dict[str, int] = defaultdict(int)  # how many exchanges were begun, by members and title
         self._values: dict[str, list[bytes]] = {}  # the values that have arrived, by the key of the exchange
         self._sizes: dict[str, int] = {}  # the number of members, by the key
         self._error: AllredError | None = None
@@ -80,19 +80,19 @@ class RendezvousConnection:
         self._exchanges[name] += 1
         key = f"{name}.{self._exchanges[name]}"
         self._values[key], self._sizes[key] = [], len(members)
-        self._channel.send_line(f"cmd=gather key={key} ranks={ranks} value={base64.b64encode(value).decode()}")
+        self._channel.send_line(f"cmd=allgather key={key} ranks={ranks} value={base64.b64encode(value).decode()}")
         return key
 
-    def receive(self, key: str, limit_s: float = 0.0) -> bool:
-        """Return whether all values of an exchange have arrived. Wait for some of them for at most `limit_s`."""
+    def poll(self, key: str, timeout_s: float = 0.0) -> bool:
+        """Wait up to `timeout_s` for more values of an exchange. Return whether all have arrived."""
         if len(self._values[key]) < self._sizes[key]:
-            self._receive(limit_s)
+            self._receive(timeout_s)
         return len(self._values[key]) == self._sizes[key]
 
     def wait(self, key: str) -> list[bytes]:
         """Wait for the values of an exchange. Return them in the order of its members."""
         deadline = time.monotonic() + self._limit_s
-        while not self.receive(key, EXCHANGE_LOOK_S):
+        while not self.poll(key, EXCHANGE_POLL_S):
             if (error := world.error()) is not None:
                 raise error
             if time.monotonic() > deadline:
@@ -100,16 +100,20 @@ class RendezvousConnection:
                     f"rank {self.rank} has waited for {self._limit_s:g} s for an exchange of {self._sizes[key]} tasks "
                     "through the rendezvous process; one of them has stopped or does not take part"
                 )
+        return self.take(key)
+
+    def take(self, key: str) -> list[bytes]:
+        """Return the values of a complete exchange, and forget it."""
         del self._sizes[key]
         return self._values.pop(key)
 
     def close(self) -> None:
         self._channel.close()
 
-    def _receive(self, limit_s: float) -> None:
+    def _receive(self, timeout_s: float) -> None:
         if self._error is not None:
             raise self._error
-        ready = [file for file, _ in self._poll.poll(limit_s * 1000)]
+        ready = [file for file, _ in self._poller.poll(timeout_s * 1000)]
         try:
             if self._lifeline in ready:
                 raise ConnectionError(os.read(self._lifeline, 4096).decode(errors="replace").strip())

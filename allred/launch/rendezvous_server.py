@@ -298,7 +298,7 @@ class Pmi:
         cmd=get kvsname= key=                   cmd=get_result rc=0 value=     (rc=1 without a value)
         cmd=barrier_in                          cmd=barrier_out rc=0           to all, once all are in
         cmd=finalize                            cmd=finalize_ack rc=0
-        cmd=gather key= ranks= value=           cmd=gathered key= value=       not of PMI-1, see `_gather`
+        cmd=allgather key= ranks= value=           cmd=allgathered key= value=       not of PMI-1, see `_allgather`
 
     The name is unique: MPICH derives the name of its shared memory from it, and would use that of a killed job.
     """
@@ -308,10 +308,10 @@ class Pmi:
         self._size = len(nodes)
         self._values = {"PMI_process_mapping": mapping(nodes)}
         self._in_barrier: set[int] = set()
-        self._gathered: dict[str, dict[int, str]] = {}  # values by rank, of exchanges that are not complete
+        self._exchanges: dict[str, dict[int, str]] = {}  # values by rank, of exchanges that are not complete
 
     def handle(self, rank: int, line: str) -> list[tuple[int, str]]:
-        """Handle a line of a rank. Return the answers: (rank, line). Raises ValueError if it is not PMI-1."""
+        """Handle a line of a rank. Return the answers: (rank, line). Raises ValueError if the command is unknown."""
         words = dict(word.partition("=")[::2] for word in line.split())
         command = words.get("cmd", "")
         if command == "put":
@@ -327,8 +327,8 @@ class Pmi:
                 return []
             self._in_barrier.clear()
             return [(each, "cmd=barrier_out rc=0") for each in range(self._size)]
-        if command == "gather":
-            return self._gather(rank, words)
+        if command == "allgather":
+            return self._allgather(rank, words)
         if command == "abort":  # allred's own exit protocol ends the others
             return []
         answer = {
@@ -343,16 +343,16 @@ class Pmi:
             raise ValueError(f"not of PMI-1, or not needed by MPICH: {line!r}")
         return [(rank, answer)]
 
-    def _gather(self, rank: int, words: dict[str, str]) -> list[tuple[int, str]]:
+    def _allgather(self, rank: int, words: dict[str, str]) -> list[tuple[int, str]]:
         """Handle a command that is not of PMI-1 (rendezvous_bootstrap.py): when all of `ranks` have sent a value, send
         the values to all of them, in the order of `ranks`, one per line."""
         key, ranks = words.get("key", ""), [int(word) for word in words.get("ranks", "").split(",")]
         if rank not in ranks:
             raise ValueError(f"rank {rank} is not one of {ranks}")
-        values = self._gathered.setdefault(key, {})
+        values = self._exchanges.setdefault(key, {})
         values[rank] = words.get("value", "")
         if len(values) < len(ranks):
             return []
-        del self._gathered[key]
-        lines = "\n".join(f"cmd=gathered key={key} value={values[other]}" for other in ranks)
+        del self._exchanges[key]
+        lines = "\n".join(f"cmd=allgathered key={key} value={values[other]}" for other in ranks)
         return [(each, lines) for each in ranks]

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from allred import native, numbering, world
 from allred.cluster import processors
 from allred.comm.backends.shm import MAX_RANKS
-from allred.comm.bootstrap import AloneBootstrap
+from allred.comm.bootstrap import SingleBootstrap
 from allred.comm.communicator import Communicator
 from allred.comm.process_set import PROCESS_SETS, ProcessSets
 from allred.comm.select import TransportFacts
@@ -178,7 +178,7 @@ class _ThreadProcessSets(ProcessSets):
 
     def __init__(self, ranks: _Ranks, everyone: Communicator, nodes: list[int]) -> None:
         super().__init__(
-            AloneBootstrap(), everyone, 0, everyone, [TransportFacts(node) for node in nodes], ranks.config
+            SingleBootstrap(), everyone, 0, everyone, [TransportFacts(node) for node in nodes], ranks.config
         )
         self._ranks = ranks
 

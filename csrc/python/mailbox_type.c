@@ -309,11 +309,11 @@ static PyMethodDef methods[] = {
     METHOD("close", close_mailbox, METH_NOARGS, "Close the mailbox for both sides, and release the memory."),
     {NULL, NULL, 0, NULL}};
 
-static PyMemberDef members[] = {
-    {"progress_count", T_ULONGLONG, offsetof(Mailbox, request.progress_count), READONLY, "of the worker's request"},
-    {"referenced", T_ULONGLONG, offsetof(Mailbox, request.referenced), READONLY,
-     "bytes of gradients that the server has read from the arena"},
-    {NULL, 0, 0, 0, NULL}};
+static PyMemberDef members[] = {{"progress_count", T_ULONGLONG, offsetof(Mailbox, request.progress_count), READONLY,
+                                 "steps of the worker in this request"},
+                                {"referenced", T_ULONGLONG, offsetof(Mailbox, request.referenced), READONLY,
+                                 "bytes of gradients that the server has read from the arena"},
+                                {NULL, 0, 0, 0, NULL}};
 
 static PyGetSetDef attributes[] = {
     ATTRIBUTE("reply", reply, "the record with which the server ended the request"),

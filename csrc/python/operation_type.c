@@ -165,8 +165,9 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL}};
 
 static PyMemberDef members[] = {
-    {"samples", T_ULONGLONG, offsetof(Operation, operation.samples), READONLY, "of all ranks in a step"},
-    {"waited_ns", T_LONGLONG, offsetof(Operation, operation.waited_ns), READONLY, "for the headers of other ranks"},
+    {"samples", T_ULONGLONG, offsetof(Operation, operation.samples), READONLY, "samples of all ranks in a step"},
+    {"waited_ns", T_LONGLONG, offsetof(Operation, operation.waited_ns), READONLY,
+     "ns that a step waited for the headers of other ranks"},
     {NULL, 0, 0, 0, NULL}};
 
 static PyGetSetDef attributes[] = {

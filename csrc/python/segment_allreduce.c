@@ -62,7 +62,7 @@ static int read_options(Segment *self, PyObject *const *args, Py_ssize_t count, 
   if (!text || code <= 0 || (wire && !allred_narrows(ALLRED_FLOAT32, (int)wire))) return 0; /* op 0 does not exist */
   header->op = (uint8_t)(code | (int)wire << ALLRED_WIRE_SHIFT);
   header->name = allred_hash_text(text, (size_t)length);
-  header->world = self->generation;
+  header->generation = self->generation;
   return 1;
 }
 

@@ -58,8 +58,8 @@ struct allred_segment_object {
   int open, locked, variant, pid;
   uint32_t nonfinite;               /* as in allred_operation, of the last operation of the fast path */
   uint64_t samples;                 /* likewise */
-  uint64_t generation;              /* of the world */
   int64_t waited_ns;                /* likewise */
+  uint64_t generation;              /* of the world */
   unsigned long finishing_thread;   /* the thread that must complete what its fast path began, or 0 */
   const volatile char *own_process; /* a page that reads 0 in a forked child */
   Operation *spare;                 /* reused by the fast path; NULL if an unfinished call has taken it */

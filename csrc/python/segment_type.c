@@ -273,12 +273,11 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL}};
 
 static PyMemberDef members[] = {
-    {"number", T_ULONGLONG, offsetof(Segment, segment.operation), READONLY, "of the last operation, from 1"},
+    {"number", T_ULONGLONG, offsetof(Segment, segment.operation), READONLY, "number of the last operation, from 1"},
     {"sent", T_ULONGLONG, offsetof(Segment, segment.sent), 0, "bytes that this rank has written for allreduces"},
-    {"generation", T_ULONGLONG, offsetof(Segment, generation), 0, "of the world, in the headers of the fast path"},
-    {"samples", T_ULONGLONG, offsetof(Segment, samples), READONLY, "of all ranks in the last step"},
-    {"waited_ns", T_LONGLONG, offsetof(Segment, waited_ns), READONLY,
-     "for the headers of other ranks in the last step"},
+    {"generation", T_ULONGLONG, offsetof(Segment, generation), 0, "generation of the world, in the headers of C"},
+    {"samples", T_ULONGLONG, offsetof(Segment, samples), READONLY, "samples of all ranks in the last step"},
+    {"waited_ns", T_LONGLONG, offsetof(Segment, waited_ns), READONLY, "ns that the last step waited for other ranks"},
     {"in_place", T_ULONGLONG, offsetof(Segment, segment.in_place), READONLY, "bytes of arrays reduced in place"},
     {"read_in_place", T_ULONGLONG, offsetof(Segment, segment.read_in_place), READONLY,
      "bytes that this rank has read from arenas, except by allreduces"},

@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 from allred.comm import recording
 from allred.comm.backends.mpi_bootstrap import MpiBootstrap
-from allred.comm.create import on_mpi
+from allred.comm.create import control_communicator
 
 pytestmark = pytest.mark.mpi
 
@@ -19,7 +19,7 @@ def test_clocks_are_compared_with_that_of_the_first(rank, size, monkeypatch):
     shifted = types.SimpleNamespace(perf_counter_ns=lambda: time.perf_counter_ns() + rank * ahead)
     monkeypatch.setattr(recording, "time", shifted)
     comm = MPI.COMM_WORLD.Dup()
-    communicator = on_mpi(MpiBootstrap(comm), 30.0)
+    communicator = control_communicator(MpiBootstrap(comm), 30.0)
     before = shifted.perf_counter_ns()
     when, offset, error = communicator.queue.start("clocks", recording.measure_clock(comm, range(size)[::-1])).wait()
     assert before <= when <= shifted.perf_counter_ns()

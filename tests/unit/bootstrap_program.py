@@ -1,4 +1,4 @@
-"""Forms worlds without MPI, as one task of a rendezvous; started by test_bootstrap.py.
+"""Creates worlds without MPI, as one task of a rendezvous; started by test_bootstrap.py.
 
 Usage: bootstrap_program.py TASK DIES PORTS...; DIES: the task that ends before it takes part in an exchange, or -1
 """
@@ -21,7 +21,7 @@ from allred.world import World
 
 
 def enter(ranks: Bootstrap, nodes: list[int], generation: int) -> None:
-    """Form a world of all ranks. nodes: of each rank."""
+    """Create a world of all ranks. nodes: the node of each rank."""
     config = dataclasses.replace(Config(), timeout_s=30.0, network="127.0.0.1", watcher=False)
     facts = [TransportFacts(node, has_mpi=False, has_kernels=native.available) for node in nodes]
     ranks.generation = generation
@@ -63,7 +63,7 @@ def main() -> None:
         return
     connection = RendezvousConnection(joined, 30.0)
     ranks = RendezvousBootstrap(connection)
-    assert ranks.lowest_rank_here() == 0
+    assert ranks.lowest_rank_on_node() == 0
     assert ranks.broadcast_object(task, root=2) == 2
     for generation, nodes in enumerate(([0, 0, 0], [0, 0, 1], [0, 1, 2]), 1):
         enter(ranks, nodes, generation)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from allred.comm import create as created
-from allred.comm.bootstrap import AloneBootstrap
+from allred.comm.bootstrap import SingleBootstrap
 from allred.comm.create import add_devices, create
 from allred.comm.select import TransportFacts, memory_nodes, plan
 from allred.config import Config
@@ -205,7 +205,7 @@ def no_driver(*_):
 
 def test_an_attempt_on_a_gpu_that_fails_is_a_fact(monkeypatch):
     monkeypatch.setattr(created, "Device", no_driver)
-    host, facts = create(AloneBootstrap(), ranks("0", gpus=GPU_A), Config())
+    host, facts = create(SingleBootstrap(), ranks("0", gpus=GPU_A), Config())
     facts = add_devices(host, facts, Config())
     assert [each.gpu_problem for each in facts] == ["OSError: no libnccl.so"]
     assert host.devices is None

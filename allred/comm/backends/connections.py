@@ -72,9 +72,9 @@ def _interface_addresses() -> list[tuple[str, str]]:
 
 
 def connect(
-    ranks: Bootstrap, groups: list[list[int]], network: str, timeout_s: float
+    bootstrap: Bootstrap, groups: list[list[int]], network: str, timeout_s: float
 ) -> tuple[dict[int, socket.socket], str]:
-    """Connect this rank with the other ranks of its group. Collective among all `ranks`.
+    """Connect this rank with the other ranks of its group. Collective among the ranks of `bootstrap`.
 
     groups: lists of ranks; a rank is in one of them or in none. Of each pair, the rank that comes later in
     the group connects to the other.
@@ -82,7 +82,7 @@ def connect(
 
     Returns the nonblocking sockets by rank, and "" or why some rank could not connect: the same text on all ranks.
     """
-    rank = ranks.rank
+    rank = bootstrap.rank
     group = next((group for group in groups if rank in group), [])
     index = group.index(rank) if group else 0
     lower, higher = group[:index], group[index + 1 :]
@@ -93,9 +93,9 @@ def connect(
             listeners = _listen(addresses(network), len(group))
     except (OSError, ConfigError) as error:
         problem = f"rank {rank} on {socket.gethostname()}: {error}"
-    secret = ranks.broadcast_object(secrets.token_hex(32))
+    secret = bootstrap.broadcast_object(secrets.token_hex(32))
     here = [listener.getsockname()[:2] for listener in listeners]
-    others = ranks.allgather_object((problem, here, token, socket.gethostname()))
+    others = bootstrap.allgather_object((problem, here, token, socket.gethostname()))
     problem = next((text for text, *_ in others if text), "")
     sockets: dict[int, socket.socket] = {}
     if not problem:
@@ -107,7 +107,7 @@ def connect(
                 problem = f"rank {rank} on {socket.gethostname()} cannot connect to rank {peer} on {host}: {found}"
                 break
             sockets[peer] = found
-        problems = ranks.allgather_object(problem)
+        problems = bootstrap.allgather_object(problem)
         problem = next((text for text in problems if text), "")
         sockets.update(accepted.finish(0.0 if problem else AUTHENTICATE_S))
     for listener in listeners:
@@ -115,7 +115,7 @@ def connect(
     missing = sorted(set(group) - {rank} - set(sockets))
     if missing and not problem:
         problem = f"rank {rank} on {socket.gethostname()} has no connection from rank {missing[0]}"
-    problem = next((text for text in ranks.allgather_object(problem) if text), "")
+    problem = next((text for text in bootstrap.allgather_object(problem) if text), "")
     for one in sockets.values():
         if problem:
             one.close()

@@ -1,4 +1,4 @@
-"""Forms communicators by MPI: the ranks that a launcher started."""
+"""A Bootstrap that uses MPI: the ranks that a launcher started."""
 
 import zlib
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class MpiBootstrap(Bootstrap):
-    """All ranks of `comm`, which it owns."""
+    """The Bootstrap of the ranks of `comm`, which it owns."""
 
     mpi: MPI.Intracomm
 
@@ -22,14 +22,14 @@ class MpiBootstrap(Bootstrap):
         super().__init__(comm.Get_rank(), comm.Get_size())
         self.mpi, self.launcher_ends_job = comm, launcher_ends_job
 
-    def allgather(self, mine: bytes) -> list[bytes]:
-        return self.mpi.allgather(mine)
+    def allgather(self, value: bytes) -> list[bytes]:
+        return self.mpi.allgather(value)
 
-    def allgather_object(self, mine: T) -> list[T]:
-        return self.mpi.allgather(mine)
+    def allgather_object(self, value: T) -> list[T]:
+        return self.mpi.allgather(value)
 
-    def broadcast_object(self, mine: T, root: int = 0) -> T:
-        return self.mpi.bcast(mine, root)  # type: ignore[no-any-return]
+    def broadcast_object(self, value: T, root: int = 0) -> T:
+        return self.mpi.bcast(value, root)  # type: ignore[no-any-return]
 
     def subset(self, ranks: Sequence[int], title: str = "") -> "MpiBootstrap":
         everyone = self.mpi.Get_group()
@@ -42,20 +42,20 @@ class MpiBootstrap(Bootstrap):
         made.generation = self.generation
         return made
 
-    def assemble(self, ranks: Sequence[int], title: str) -> Steps[None]:
-        # MPI itself would wait in C, without a time limit.
-        tag, word = _tag(title), np.zeros(1, np.uint8)
-        first, *others = ranks
-        if self.rank != first:
-            yield Polled(self.mpi.Isend(word, first, tag).Test)
-            yield Polled(self.mpi.Irecv(word, first, tag).Test, waits_for_peers=True)
+    def barrier_of(self, ranks: Sequence[int], title: str) -> Steps[None]:
+        # MPI_Comm_create_group alone would wait in C, without a time limit.
+        tag, byte = _tag(title), np.zeros(1, np.uint8)
+        root, *others = ranks
+        if self.rank != root:
+            yield Polled(self.mpi.Isend(byte, root, tag).Test)
+            yield Polled(self.mpi.Irecv(byte, root, tag).Test, waits_for_peers=True)
             return
         for other in others:
-            yield Polled(self.mpi.Irecv(word, other, tag).Test, waits_for_peers=True)
+            yield Polled(self.mpi.Irecv(byte, other, tag).Test, waits_for_peers=True)
         for other in others:
-            yield Polled(self.mpi.Isend(word, other, tag).Test)
+            yield Polled(self.mpi.Isend(byte, other, tag).Test)
 
-    def lowest_rank_here(self) -> int:
+    def lowest_rank_on_node(self) -> int:
         node = self.mpi.Split_type(MPI.COMM_TYPE_SHARED)  # MPI has no nonblocking form of it
         lowest = node.allreduce(self.rank, op=MPI.MIN)
         node.Free()

@@ -67,25 +67,25 @@ def accept(offered: Offer, fd: int = -1) -> mmap.mmap | None:
         return None
 
 
-def share(ranks: Bootstrap, nbytes: int, ways: Sequence[Callable[[Bootstrap, int], int]] = ()) -> mmap.mmap | None:
-    """Create `nbytes` bytes of zeros, shared by `ranks`, all on one node; None if they cannot share memory.
+def share(bootstrap: Bootstrap, nbytes: int, ways: Sequence[Callable[[Bootstrap, int], int]] = ()) -> mmap.mmap | None:
+    """Create `nbytes` bytes of zeros, shared by the ranks of `bootstrap`, all on one node; None if they cannot.
 
     Collective and blocking. ways: how to pass the descriptor, tried in turn; default: both.
     """
     fd, identity = -1, None
-    if ranks.rank == 0:
+    if bootstrap.rank == 0:
         with contextlib.suppress(OSError):
             fd, identity = _create(nbytes)
-    identity = ranks.broadcast_object(identity)
+    identity = bootstrap.broadcast_object(identity)
     if identity is None:
         return None
     try:
         for way in ways or (_through_proc, over_socket):
-            memory = _map(way(ranks, fd), nbytes, identity)
-            if all(ranks.allgather_object(memory is not None)):
+            memory = _map(way(bootstrap, fd), nbytes, identity)
+            if all(bootstrap.allgather_object(memory is not None)):
                 assert memory is not None
                 memory[:NONCE_BYTES] = bytes(NONCE_BYTES)
-                ranks.barrier()
+                bootstrap.barrier()
                 return memory
             if memory is not None:
                 memory.close()
@@ -95,10 +95,10 @@ def share(ranks: Bootstrap, nbytes: int, ways: Sequence[Callable[[Bootstrap, int
             os.close(fd)
 
 
-def way(ranks: Bootstrap) -> str:
-    """Describe how `ranks` share memory; "" if they cannot. Collective and blocking."""
+def way(bootstrap: Bootstrap) -> str:
+    """Describe how the ranks of `bootstrap` share memory; "" if they cannot. Collective and blocking."""
     for words, one in (("memfd through /proc", _through_proc), ("memfd over a Unix socket", over_socket)):
-        memory = share(ranks, mmap.PAGESIZE, [one])
+        memory = share(bootstrap, mmap.PAGESIZE, [one])
         if memory is not None:
             memory.close()
             return words
@@ -133,16 +133,16 @@ def _map(fd: int, nbytes: int, identity: _Identity, offset: int = 0) -> mmap.mma
         os.close(fd)
 
 
-def _through_proc(ranks: Bootstrap, fd: int) -> int:
+def _through_proc(bootstrap: Bootstrap, fd: int) -> int:
     """Return a descriptor of the first rank's memory, or -1."""
-    path = ranks.broadcast_object(f"/proc/{os.getpid()}/fd/{fd}")
+    path = bootstrap.broadcast_object(f"/proc/{os.getpid()}/fd/{fd}")
     try:
         return os.dup(fd) if fd >= 0 else os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return -1
 
 
-def over_socket(ranks: Bootstrap, fd: int, root: int = 0) -> int:
+def over_socket(bootstrap: Bootstrap, fd: int, root: int = 0) -> int:
     """Return a descriptor of the file of rank `root`, or -1. Collective. fd: that file on `root`, else -1. It works
     between PID namespaces that share the network namespace."""
     with socket.socket(socket.AF_UNIX) as mine:
@@ -152,13 +152,13 @@ def over_socket(ranks: Bootstrap, fd: int, root: int = 0) -> int:
             if fd >= 0:
                 name = f"\0allred-{secrets.token_hex(16)}"  # abstract: not a file
                 mine.bind(name)
-                mine.listen(ranks.size)
-        name = ranks.broadcast_object(name, root)
+                mine.listen(bootstrap.size)
+        name = bootstrap.broadcast_object(name, root)
         with contextlib.suppress(OSError):
             if fd < 0:
                 mine.connect(name)
                 ready = True
-        connected = sum(ranks.allgather_object(ready))
+        connected = sum(bootstrap.allgather_object(ready))
         with contextlib.suppress(OSError, IndexError):  # IndexError: closed without a descriptor
             if fd >= 0:
                 _serve(mine, fd, connected)

@@ -30,14 +30,14 @@ _DTYPES = tuple(None if name == "bfloat16" else np.dtype(name) for name in array
 _OPS = (None, *ops.CODES)
 
 
-def segment_memory(ranks: Bootstrap) -> mmap.mmap | None:
-    """Create the memory of a ShmBackend of `ranks`; None if they cannot share memory. Collective."""
-    return share(ranks, segment_bytes(ranks.size, CHUNK_BYTES))
+def segment_memory(bootstrap: Bootstrap) -> mmap.mmap | None:
+    """Create the memory of a ShmBackend of the ranks of `bootstrap`; None if they cannot share memory. Collective."""
+    return share(bootstrap, segment_bytes(bootstrap.size, CHUNK_BYTES))
 
 
 class ShmBackend(Backend):
-    """The `size` ranks that share `memory`. bootstrap: what they were formed from, or None. The backend owns both.
-    arenas: of each rank, for arrays that are reduced in place (allred/arena.py), or None."""
+    """The `size` ranks that share `memory`. bootstrap: the Bootstrap of these ranks, or None. The backend owns both.
+    arenas: one per rank, for arrays that are reduced in place (allred/arena.py), or None."""
 
     name = "shm"
     fuses = True

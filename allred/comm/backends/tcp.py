@@ -33,7 +33,7 @@ _NARROW_COUNT = 2**20  # elements that are sent as 16-bit floats at a time
 
 
 class TcpBackend(ShmBackend):
-    """All ranks of `bootstrap`, which the backend owns.
+    """The ranks of `bootstrap`, which the backend owns.
 
     hosts: the ranks of each host, in order. node: the backend of the ranks of this host, which it owns too. memory,
     windows: shared by the ranks of this host. sockets: to the rank with the same local number, by host. names: of the
@@ -208,27 +208,29 @@ class TcpBackend(ShmBackend):
         yield from self._node.allgather(data[start:stop].copy(), data, sizes)
 
 
-def connect(ranks: Bootstrap, nodes: list[int], memory: mmap.mmap | None, network: str, timeout_s: float) -> TcpBackend:
-    """Make the backend of all `ranks`, which it owns. Collective and blocking. Raises ConfigError, the same on all
-    ranks, if some of them cannot connect.
+def connect(
+    bootstrap: Bootstrap, nodes: list[int], memory: mmap.mmap | None, network: str, timeout_s: float
+) -> TcpBackend:
+    """Make the backend of the ranks of `bootstrap`, which it owns. Collective and blocking. Raises ConfigError, the
+    same on all ranks, if some of them cannot connect, or if a node has too little shared memory.
 
     nodes: the node of each rank. memory: for the operations within this node, see `segment_memory`; None if it has one
     rank. network, timeout_s: the settings of these names.
     """
     hosts = [[rank for rank, node in enumerate(nodes) if node == name] for name in dict.fromkeys(nodes)]
     groups = [list(group) for group in zip(*hosts, strict=False)]
-    sockets, problem = connections.connect(ranks, groups, network, timeout_s)
+    sockets, problem = connections.connect(bootstrap, groups, network, timeout_s)
     if problem:
         raise ConfigError(f"{problem}; set ALLRED_NETWORK to the interface between the hosts, or ALLRED_TRANSPORT=mpi")
-    here = next(index for index, members in enumerate(hosts) if ranks.rank in members)
-    size, local = len(hosts[here]), hosts[here].index(ranks.rank)
-    of_host = ranks.subset(hosts[here])
+    here = next(index for index, members in enumerate(hosts) if bootstrap.rank in members)
+    size, local = len(hosts[here]), hosts[here].index(bootstrap.rank)
+    node_bootstrap = bootstrap.subset(hosts[here])
     segment, windows = (
-        mmap.mmap(-1, nbytes) if size == 1 else share(of_host, nbytes)
-        for nbytes in (segment_bytes(size, CHUNK_BYTES), network_bytes(size, ranks.size, window_bytes(hosts)))
+        mmap.mmap(-1, nbytes) if size == 1 else share(node_bootstrap, nbytes)
+        for nbytes in (segment_bytes(size, CHUNK_BYTES), network_bytes(size, bootstrap.size, window_bytes(hosts)))
     )
-    of_host.close()
-    if not all(ranks.allgather_object(segment is not None and windows is not None)):
+    node_bootstrap.close()
+    if not all(bootstrap.allgather_object(segment is not None and windows is not None)):
         for one in sockets.values():
             one.close()
         raise ConfigError("a node has too little shared memory for ALLRED_TRANSPORT=tcp; use ALLRED_TRANSPORT=mpi")
@@ -237,8 +239,8 @@ def connect(ranks: Bootstrap, nodes: list[int], memory: mmap.mmap | None, networ
     node = SingleBackend() if memory is None else ShmBackend(local, size, memory)
     of_rank = {rank: index for index, members in enumerate(hosts) for rank in members}
     by_host = {of_rank[rank]: one for rank, one in sockets.items()}
-    names = ranks.allgather_object(socket.gethostname())
-    return TcpBackend(ranks, hosts, node, segment, windows, by_host, [names[members[0]] for members in hosts])
+    names = bootstrap.allgather_object(socket.gethostname())
+    return TcpBackend(bootstrap, hosts, node, segment, windows, by_host, [names[members[0]] for members in hosts])
 
 
 def window_bytes(hosts: list[list[int]]) -> int:
