@@ -94,7 +94,7 @@ class SavedState:
 
 
 class ElasticJob(Protocol):
-    """What a State calls of a RestartableJob."""
+    """The methods of a RestartableJob that a State calls."""
 
     def write(self, get_state: Callable[[], Any]) -> None: ...
     def must_stop(self) -> bool: ...
