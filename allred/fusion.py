@@ -1,6 +1,7 @@
 """Tensor fusion: which gradients are reduced together (`Plan`), and the memory they are packed into (`FusionBuffer`).
 
-The plan is a pure function of names, shapes and dtypes.
+The plan is a pure function of names, shapes and dtypes. Backend shm needs no buckets: it reduces a group as one stream
+(`fuses`, see modes/reducer.py).
 """
 
 import dataclasses

@@ -37,7 +37,7 @@ from allred.watch import exit_callbacks, shm_files
 from allred.watch import start as watch
 from allred.watch.excepthook import status_at_exit
 from allred.watch.exit_callbacks import delayed_handlers
-from allred.watch.records import runner_address
+from allred.watch.runner_link import address as runner_address
 from allred.watch.start import startup_timeout
 from allred.wording import count
 from allred.world import World

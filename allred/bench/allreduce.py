@@ -35,7 +35,8 @@ UNCOMPRESSED = "allred uncompressed"
 
 
 class MpiBaseline:
-    """A choice of --against, made on all ranks: allreduce by mpi4py on its communicator `comm`, without allred.
+    """A choice of --against, made by a call with the mpi4py communicator and the dtype, on all ranks: allreduce by
+    mpi4py on its communicator `comm`, without allred.
 
     array_calls, group_calls: the calls that are compared with `allreduce_` and `grouped_allreduce_`, by name. details:
     more results for the record of a group; collective. close: frees what it holds; collective.

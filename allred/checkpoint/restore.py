@@ -1,6 +1,7 @@
 """Reading a checkpoint: its pieces are read into whole tensors, and all bytes are verified meanwhile.
 
-Needs memory for the tensors only.
+The pieces may be those of any number of ranks, also of another number than that of the job that reads them. How the
+ranks of a job restore: modes/load_checkpoint.py. Needs memory for the tensors only.
 """
 
 import dataclasses

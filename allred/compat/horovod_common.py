@@ -18,7 +18,7 @@ def _with_verbose(built: Callable[[], object]) -> Callable[..., bool]:
         return bool(built())
 
     function.__name__ = function.__qualname__ = built.__name__
-    function.__doc__ = built.__doc__
+    function.__doc__ = f"Return whether hvd.{built.__name__}() is true. verbose has no effect."
     return function
 
 

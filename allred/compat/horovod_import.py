@@ -85,7 +85,7 @@ _MODULES: dict[str, dict[str, str]] = {
     "horovod.common": {},
     "horovod.common.elastic": {_ELASTIC: "ObjectState State"},
     "horovod.common.exceptions": {
-        f"{_TORCH}.horovod.handles": "HorovodInternalError HostsUpdatedInterrupt",
+        f"{_TORCH}.horovod.horovod_errors": "HorovodInternalError HostsUpdatedInterrupt",
         _COMMON: "HorovodVersionMismatchError",
     },
     "horovod.common.process_sets": {_TORCH: _SETS},

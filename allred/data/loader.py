@@ -165,7 +165,7 @@ class Sampler:
     @property
     def steps_per_epoch(self) -> int:
         """Number of batches in a complete epoch."""
-        return self.rows // self.batch_size if self.drop_last else -(-self.rows // self.batch_size)
+        return len(self.begins(0))
 
     def order(self, epoch: int) -> Array:
         """Order of the samples in an epoch, int64 (rows,): a permutation, or 0, 1, 2 ... without a seed."""

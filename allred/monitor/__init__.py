@@ -10,7 +10,8 @@ from typing import Any
 from allred.errors import AllredError
 from allred.runtime.channel import HandshakeError, connect
 from allred.runtime.timings import SNAPSHOT_S
-from allred.watch.job_monitor import JOB, PURPOSE, choose_job, job_entries
+from allred.watch import job_directory
+from allred.watch.job_status import PURPOSE
 
 Snapshot = dict[str, Any]
 
@@ -45,4 +46,4 @@ class Connection:
 
 def open_job(name: str) -> Connection:
     """Connect to a job by its name; "" for the only one. Raises AllredError."""
-    return Connection(choose_job(name, job_entries(JOB), "job"))
+    return Connection(job_directory.choose(name, job_directory.entries(job_directory.JOB), "job"))

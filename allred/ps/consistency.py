@@ -7,7 +7,7 @@
                                   worker, and the last gradient of each step is dropped
 
 A policy is a record. Its coordinator, a state machine on server 0 without clock, socket or array, decides which workers
-may continue.
+may continue. The staleness of each gradient, which the statistics contain, is measured in step_handler.py.
 """
 
 import abc

@@ -15,7 +15,7 @@ from allred.run import host_list, mpirun
 from allred.run.runner import RESIZE_PURPOSE, JobOptions, Runner
 from allred.runtime.channel import HandshakeError, connect
 from allred.runtime.timings import RESIZE_S
-from allred.watch import job_monitor
+from allred.watch import job_directory
 
 _DESCRIPTION = """\
 Starts a program with the mpirun of the MPI that mpi4py loads. The hosts are those of --hosts or --hostfile, else those
@@ -151,7 +151,7 @@ def resize(arguments: list[str]) -> int:
     if isinstance(options, int):
         return options
     try:
-        job = job_monitor.choose_job(options.job, job_monitor.job_entries(job_monitor.RUN), "`allred run`")
+        job = job_directory.choose(options.job, job_directory.entries(job_directory.RUN), "`allred run`")
         channel = connect(("127.0.0.1", job["port"]), RESIZE_PURPOSE, job["secret"])
         channel.send({"np": options.np})
         reply = channel.receive_one(time.monotonic() + RESIZE_S)

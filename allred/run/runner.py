@@ -27,8 +27,7 @@ from allred.run.restarts import End, RestartPolicy
 from allred.runtime.channel import Channel, Listener, Message, open_listener
 from allred.runtime.loop import Loop
 from allred.runtime.timings import HOST_FILE_S
-from allred.watch import job_monitor
-from allred.watch.records import RESTART, RUNNER_PURPOSE, RUNNER_VARIABLE
+from allred.watch import job_directory, runner_link
 from allred.watch.start import own_address
 from allred.wording import count
 
@@ -87,13 +86,13 @@ class ResizeRequests:
     answer: called with the request; returns the answer, which the command prints, or raises AllredError."""
 
     def __init__(self, loop: Loop, name: str, answer: Callable[[Message], str]) -> None:
-        if name in job_monitor.job_entries(job_monitor.RUN):
+        if name in job_directory.entries(job_directory.RUN):
             raise AllredError(f"a job with the name {name!r} runs here already; choose another --name")
         self._answer, secret, listening = answer, secrets.token_hex(16), open_listener("127.0.0.1")
         self._listener = Listener(loop, listening, RESIZE_PURPOSE, secret, self._admit)
         entry = {"port": listening.getsockname()[1], "secret": secret}
         try:
-            self._file = job_monitor.write_entry(name, job_monitor.RUN, entry)
+            self._file = job_directory.write_entry(name, job_directory.RUN, entry)
         except OSError as error:
             raise AllredError(f"`allred resize` cannot find this job: {error}; choose another --name") from None
 
@@ -107,7 +106,7 @@ class ResizeRequests:
 
     def close(self) -> None:
         self._listener.close()
-        job_monitor.remove_entry(self._file)
+        job_directory.remove_entry(self._file)
 
 
 class Runner:
@@ -155,7 +154,7 @@ class Runner:
         remote = [name for name in self._hosts.slots if not host_list.is_local(name)]
         address, secret = own_address(remote) if remote else "127.0.0.1", secrets.token_hex(16)
         listening = open_listener(address)
-        Listener(self._loop, listening, RUNNER_PURPOSE, secret, self._connect)
+        Listener(self._loop, listening, runner_link.PURPOSE, secret, self._connect)
         return address, listening.getsockname()[1], secret
 
     def _connect(self, link: Channel, messages: list[Message]) -> None:
@@ -216,7 +215,7 @@ class Runner:
         settings = {**self._options.settings, **mpirun.torch_variables(assigned, os.environ)}
         settings |= {"ALLRED_STARTS": str(self._starts), "ALLRED_JOB": self._options.name}
         address, port, secret = listening
-        own = {RUNNER_VARIABLE: f"{address} {port} {secret}", "ALLRED_ELASTIC_DIR": self._commits}
+        own = {runner_link.VARIABLE: f"{address} {port} {secret}", "ALLRED_ELASTIC_DIR": self._commits}
         environ = {**os.environ, **settings, **own}
         program = mpirun.with_rank(self._options.program)
         words = mpirun.command(self._launch, assigned, program, environ, mpirun.is_root(), self._options.forwards_all)
@@ -327,5 +326,5 @@ class Runner:
         """Ask the session to stop, so that the job starts again. Return whether there is a session."""
         if self._job is None or self._stops:
             return False
-        self._resizes = self._resizes or self._job.request_stop(RESTART)
+        self._resizes = self._resizes or self._job.request_stop(runner_link.RESTART)
         return self._resizes

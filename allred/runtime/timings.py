@@ -74,7 +74,7 @@ assert FIRST_DEATH_S <= WATCHER_TICK_S < SAME_ERROR_S
 assert FIRST_DEATH_FAR_S < NCCL_VERDICT_S
 assert FIRST_DEATH_FAR_S + SAME_ERROR_S < LOST_CONNECTION_S
 
-# The end of a job: ranks unwind and linger, one is released and aborts (watch/records.py, watch/exit.py, exit.c).
+# The end of a job: ranks unwind and linger, one is released and aborts (watch/release.py, watch/exit.py, exit.c).
 
 UNWIND_S = 2.0  # for the ranks to unwind, from the first that has
 RELEASE_S = 3.0  # for the release of a rank that lingers, or the next `hold`

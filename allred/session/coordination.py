@@ -24,7 +24,7 @@ from allred.errors import AllredError, InputError, MismatchError
 from allred.modes.detect.batch_arguments import arguments_of, difference
 from allred.modes.optimizer import DistributedOptimizer
 from allred.session.saver import random_states
-from allred.watch.records import RESTART
+from allred.watch.runner_link import RESTART
 from allred.watch.wait import has_watcher
 
 NO_LIMIT_S = 1e9

@@ -21,7 +21,7 @@ from allred.errors import AllredError, CollectiveTimeout, InputError
 from allred.launch.rendezvous_client import shared_memory_domain
 from allred.runtime.channel import Channel, Message, connect
 from allred.runtime.timings import REMIND_ROWS_S
-from allred.spark.data_feed import pickled_batches
+from allred.spark.arrow_columns import pickled_batches
 from allred.spark.feed_queue import FEED_PURPOSE
 
 _ANSWER_LIMIT_S = 60.0  # for the supervisor and the driver to answer

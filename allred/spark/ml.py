@@ -36,7 +36,7 @@ from pyspark.sql.pandas.types import to_arrow_type
 from pyspark.sql.types import StructType
 
 from allred.errors import InputError
-from allred.spark.data_feed import to_rows
+from allred.spark.arrow_columns import to_rows
 from allred.spark.node_context import read_model
 from allred.spark.spark_cluster import AllredCluster, InputMode
 from allred.validators import integer
@@ -55,6 +55,7 @@ def _setter(param: str, doc: str) -> Callable[[Any, Any], Any]:
         return self._set(**{param: value})
 
     method.__doc__ = doc
+    method.__name__ = method.__qualname__ = "set" + param[0].upper() + param[1:]
     return method
 
 
@@ -150,7 +151,9 @@ class AllredEstimator(Estimator, _ModelParams, _Saved):
     setEpochs = _setter("epochs", "Set the number of passes over the rows. Default: 1.")
     setSteps = _setter("steps", "Set the maximum number of steps, which map_fun applies. Default: 0, no limit.")
     setModelDir = _setter("modelDir", "Set the directory of checkpoints, on a file system that all executors share.")
-    setMaxAttempts = _setter("maxAttempts", "Set the number of attempts in total. Default: 1, no restart.")
+    setMaxAttempts = _setter(
+        "maxAttempts", "Set the number of attempts in total. Default: 1, no restart after a failure."
+    )
 
     def _fit(self, dataset: DataFrame) -> "AllredModel":
         get = self.getOrDefault

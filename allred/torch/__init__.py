@@ -78,7 +78,8 @@ from allred.torch.horovod.collectives import (
     reducescatter_async,
     sparse_allreduce_async,
 )
-from allred.torch.horovod.handles import HorovodInternalError, poll, synchronize
+from allred.torch.horovod.handles import poll, synchronize
+from allred.torch.horovod.horovod_errors import HorovodInternalError
 from allred.torch.horovod.horovod_optimizer import DistributedOptimizer
 from allred.torch.horovod.operations import Compression
 from allred.torch.horovod.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set

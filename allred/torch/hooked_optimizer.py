@@ -33,17 +33,16 @@ from allred.torch.backward_state import BackwardPass, NextStep, ReductionAgreeme
 from allred.torch.module_checkpoints import ModuleCheckpoints
 from allred.torch.optimizer_adapter import OptimizerAdapter, is_trained, layout_of
 from allred.torch.optimizer_hooks import (
-    BOTH,
-    REDUCED,
+    BOTH_MARKS,
+    MARK_REDUCED,
     GradientHooks,
     call_after_backward,
     mark_reduced,
     mark_refusal,
     marked,
-    replace_methods,
-    restore_methods,
     uncompiled,
 )
+from allred.torch.replaced_methods import replace_methods, restore_methods
 from allred.torch.tensors import copy_like
 
 _call_orders = itertools.count()
@@ -183,7 +182,7 @@ class HookedOptimizer(ModuleCheckpoints):
         parameters = self._trained()
         if not self._has_overlap() or self._gradients_of_step > 1 or len(_hooked) > 1 or self._repeats:
             return False
-        if self._marks and marked(parameters, *BOTH):
+        if self._marks and marked(parameters, *BOTH_MARKS):
             return False
         return self._agreed_layout in (None, layout_of(parameters, True))
 
@@ -284,11 +283,11 @@ class HookedOptimizer(ModuleCheckpoints):
             problem = problem or sparse.refusal(parameters)
         if self._marks:
             problem = problem or mark_refusal(parameters, self._options.op)
-            if marked(parameters, *BOTH):  # on all ranks
+            if marked(parameters, *BOTH_MARKS):  # on all ranks
                 mode.forget_order()
         mode.in_skipped_step = self._next.is_skipped
         params, grads = ({}, {}) if problem else self._adapter.step_input()
-        reduced = marked(parameters, REDUCED) if self._marks and not problem else []
+        reduced = marked(parameters, MARK_REDUCED) if self._marks and not problem else []
         for name in reduced:  # such as by another optimizer
             del params[name], grads[name]
         self._step(params, grads, samples, problem)

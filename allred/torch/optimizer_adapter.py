@@ -21,7 +21,6 @@ from allred.modes.detect.drift_window import remedy
 from allred.optim.base import Optimizer
 from allred.optim.step_input import Slots
 from allred.ps import context
-from allred.torch.optimizer_hooks import dereference, weak_method
 from allred.torch.optimizer_state import (
     OtherState,
     assign_in_place,
@@ -30,6 +29,7 @@ from allred.torch.optimizer_state import (
     to_slots,
 )
 from allred.torch.pulled_parameters import PulledParameters
+from allred.torch.replaced_methods import dereference, weak_method
 from allred.torch.sparse import SparseGradients, coalesce_gradient
 from allred.torch.tensors import as_array, as_tensor, copy_like
 

@@ -1,5 +1,4 @@
-"""The hooks of a hooked optimizer on its parameters, the end of a backward pass, the marks of reduced gradients, and
-the methods that replace those of the torch optimizer.
+"""The hooks of a hooked optimizer on its parameters, the end of a backward pass, and the marks of reduced gradients.
 
 `call_after_backward` calls observers after the last gradient, before `loss.backward()` returns. torch runs the
 callbacks of `queue_callback` when a graph task, one run of the autograd engine, has ended. Reentrant checkpointing runs
@@ -17,14 +16,9 @@ gradients that were divided by the scale. The mean of means is the mean, so a ho
 again after each backward pass. With another operator or `scaler` it may not. The mark is an attribute of the gradient
 tensor, so it ends with the tensor and is valid for all optimizers that have the parameter.
 
-    no mark   a gradient of this rank, such as after zero_grad()
-    REDUCED   by all ranks; equal on all. It is not reduced again
-    MIXED     a later backward pass has added the gradient of this rank: an error in the next reduction
-
-The methods of the torch optimizer are replaced by those of the hooked optimizer, and copies and pickles are refused.
-The new methods do not keep the optimizer alive, like those of torch's learning rate schedulers. So the optimizer and
-its hooks end where the program drops its last reference, at the same line on all ranks. In a cycle of references they
-would end when Python's garbage collector runs, at other moments on other ranks.
+    no mark        a gradient of this rank, such as after zero_grad()
+    MARK_REDUCED   by all ranks; equal on all. It is not reduced again
+    MARK_MIXED     a later backward pass has added the gradient of this rank: an error in the next reduction
 """
 
 import contextlib
@@ -35,7 +29,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from allred.comm.ops import ReduceOp
-from allred.errors import InputError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -55,15 +48,15 @@ def skip_frames(*functions: Any) -> None:
 
 # Marks.
 
-REDUCED, MIXED = BOTH = "reduced", "mixed"
+MARK_REDUCED, MARK_MIXED = BOTH_MARKS = "reduced", "mixed"
 _NAME = "_allred_mark"
 
 
 def mark_reduced(parameters: dict[str, torch.Tensor]) -> None:
-    """Mark the gradients of all parameters as REDUCED."""
+    """Give the gradients of all parameters the mark MARK_REDUCED."""
     for parameter in parameters.values():
         if parameter.grad is not None:
-            setattr(parameter.grad, _NAME, REDUCED)
+            setattr(parameter.grad, _NAME, MARK_REDUCED)
 
 
 def marked(parameters: dict[str, torch.Tensor], *which: str) -> list[str]:
@@ -73,7 +66,7 @@ def marked(parameters: dict[str, torch.Tensor], *which: str) -> list[str]:
 
 def mark_refusal(parameters: dict[str, torch.Tensor], op: ReduceOp) -> str:
     """Return why the gradients cannot be reduced again, or ""."""
-    mixed = marked(parameters, MIXED)
+    mixed = marked(parameters, MARK_MIXED)
     if not mixed:
         return ""
     cause = f"op=allred.{op.value}: '{mixed[0]}' was reduced over the ranks already"
@@ -87,8 +80,8 @@ def mark_refusal(parameters: dict[str, torch.Tensor], op: ReduceOp) -> str:
 
 
 def watch_marks(parameter: torch.Tensor) -> list[Any]:
-    """Mark the gradient of a parameter as MIXED when a backward pass adds to a marked one. Return the handles of the
-    hooks."""
+    """Give the gradient of a parameter the mark MARK_MIXED when a backward pass adds to a marked one. Return the
+    handles of the hooks."""
     reference, adds = weakref.ref(parameter), False
 
     @uncompiled
@@ -100,7 +93,7 @@ def watch_marks(parameter: torch.Tensor) -> list[Any]:
     @uncompiled
     def after(parameter: torch.Tensor) -> None:
         if adds:
-            setattr(parameter.grad, _NAME, MIXED)
+            setattr(parameter.grad, _NAME, MARK_MIXED)
 
     return [parameter.register_hook(before), parameter.register_post_accumulate_grad_hook(after)]
 
@@ -238,67 +231,3 @@ def call_after_backward(observer: BackwardObserver) -> bool:
         return False
     callback.observers.append(observer)
     return True
-
-
-# Methods of the torch optimizer.
-
-_METHODS = ("step", "add_param_group", "load_state_dict", "__reduce_ex__")  # copy and pickle call the last one
-NO_COPY = (
-    "a distributed optimizer cannot be copied or pickled: the copy would not average gradients. Copy or save "
-    "optimizer.state_dict(), and pass a new optimizer to allred.distributed (or hvd.DistributedOptimizer)"
-)
-
-
-def dereference(reference: "weakref.ref[Any]") -> Any:
-    """Return the torch optimizer. Raises InputError if the program has dropped it."""
-    if (optimizer := reference()) is None:
-        raise InputError("the torch optimizer of this hooked optimizer was freed; keep a reference to it")
-    return optimizer
-
-
-def weak_method(optimizer: Any, name: str) -> Callable[..., Any]:
-    """Return the current method of an optimizer as a function that does not keep the optimizer alive."""
-    method = getattr(optimizer, name)
-    function, reference = getattr(method, "__func__", None), weakref.ref(optimizer)
-    if function is None:  # a function that a learning rate scheduler has set; it has a weak reference
-        return method  # type: ignore[no-any-return]
-    return lambda *arguments, **options: function(dereference(reference), *arguments, **options)
-
-
-def replace_methods(optimizer: Any) -> dict[str, Any]:
-    """Replace the methods of an optimizer, whose attribute `allred` is or will be a HookedOptimizer. Return the
-    argument of `restore_methods`."""
-    saved = {name: vars(optimizer)[name] for name in _METHODS if name in vars(optimizer)}
-    add_group, load = weak_method(optimizer, "add_param_group"), weak_method(optimizer, "load_state_dict")
-    reference = weakref.ref(optimizer)
-
-    @uncompiled
-    def step(closure: Callable[[], Any] | None = None) -> Any:
-        optimizer = dereference(reference)
-        optimizer._opt_called = True  # for torch's learning rate schedulers
-        return optimizer.allred.step_torch_optimizer(closure)
-
-    def add_param_group(param_group: dict[str, Any]) -> None:
-        hooked = dereference(reference).allred
-        hooked.check_new_group()
-        add_group(param_group)
-        hooked.add_hooks()
-
-    def load_state_dict(state_dict: dict[str, Any]) -> None:
-        load(state_dict)
-        dereference(reference).allred.forget_gradients()
-
-    def refuse(_protocol: Any) -> Any:
-        raise TypeError(NO_COPY)
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers made later keep this method
-    optimizer.step, optimizer.add_param_group = step, add_param_group
-    optimizer.load_state_dict, optimizer.__reduce_ex__ = load_state_dict, refuse
-    return saved
-
-
-def restore_methods(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Undo `replace_methods`."""
-    for name in _METHODS:
-        vars(optimizer).pop(name, None)
-    vars(optimizer).update(saved)

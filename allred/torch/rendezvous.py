@@ -25,7 +25,7 @@ from allred.errors import ConfigError, InputError
 from allred.launch.rendezvous_client import open_listener, shared_memory_domain
 from allred.server import enter_rendezvous
 from allred.startup import Cluster
-from allred.watch.records import runner_address
+from allred.watch import runner_link
 from allred.watch.start import own_address
 
 _REPORT_S = 30.0
@@ -44,7 +44,7 @@ def env_rendezvous(
     programs read, where they are not set.
     """
     has_variables = all(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-    if _started_by_torchrun() or (has_variables and not runner_address()):
+    if _started_by_torchrun() or (has_variables and not runner_link.address()):
         return None
     given = dict(urllib.parse.parse_qsl(urllib.parse.urlparse(url).query))
     by_hand = (

@@ -22,13 +22,12 @@ class SparseGradients:
     def agree_on_names(self, communicator: Communicator, parameters: dict[str, torch.Tensor], title: str) -> None:
         """Agree on the names of parameters with sparse gradients on any rank. Collective. A rank without a gradient
         keeps the previous result for this parameter."""
-        here = [
-            name
-            for name, parameter in parameters.items()
-            if (name in self.names if parameter.grad is None else parameter.grad.is_sparse)
-        ]
+        here = [name for name, parameter in parameters.items() if self._was_sparse(name, parameter)]
         everyone = communicator.allgather_object(here, f"{title}: which gradients are sparse").wait()
         self.names = frozenset().union(*everyone)
+
+    def _was_sparse(self, name: str, parameter: torch.Tensor) -> bool:
+        return name in self.names if parameter.grad is None else parameter.grad.is_sparse
 
     def refusal(self, parameters: dict[str, torch.Tensor]) -> str:
         """Return why the gradients of this rank cannot be reduced, or ""."""

@@ -128,9 +128,7 @@ class TorchWork(_distributed_c10d.Work):
     def is_completed(self) -> bool:
         """Return whether the operations are complete or have failed. Waits only after the time limit, or if another
         rank has failed: then `exception` returns the error of the wait, and `wait` raises it."""
-        limit_s = self._timeout_s or (self._parts[0][0].limit_s if self._parts else math.inf)
-        is_late = time.perf_counter() - self._started > limit_s
-        if self._parts and (is_late or world.error() is not None):
+        if self._parts and (self._is_late() or world.error() is not None):
             with contextlib.suppress(Exception):
                 self.wait()
         return self.complete_if_done()
@@ -141,6 +139,9 @@ class TorchWork(_distributed_c10d.Work):
             with contextlib.suppress(Exception):
                 self.wait()
         return not self._parts
+
+    def _is_late(self) -> bool:
+        return time.perf_counter() - self._started > (self._timeout_s or self._parts[0][0].limit_s)
 
     def _all_done(self) -> bool:
         try:

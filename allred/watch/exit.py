@@ -28,9 +28,8 @@ from typing import Any
 
 from allred import native, world
 from allred.runtime.timings import DRAIN_S, FOLLOWER_LEAVE_S, LEAST_LEAVE_S, LEAVE_S, LINGER_READ_S
-from allred.watch import excepthook
+from allred.watch import excepthook, runner_link
 from allred.watch.exit_callbacks import delayed_handlers
-from allred.watch.records import runner_address
 
 _TELL, _AWAIT, _RELEASED, _STAY, _LINGER = range(5)  # as in csrc/python/exit.h
 
@@ -76,7 +75,7 @@ def take_over(MPI: Any, finalizes: bool, lifeline: int = -1) -> None:  # noqa: N
         return
     _pid, _mpi, _pmi, _lifeline = os.getpid(), MPI, None, lifeline
     atexit.unregister(_leave)
-    if MPI.COMM_WORLD.Get_size() > 1 or runner_address():
+    if MPI.COMM_WORLD.Get_size() > 1 or runner_link.address():
         excepthook.watch(_end_soon)
         if finalizes and native.arm_exit is not None:
             mpi, arm, who = _functions(MPI), native.arm_exit, _who()

@@ -46,7 +46,8 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from allred.runtime import timings
-from allred.watch.records import Event, ExpendableWorkers, LostRank, Record, Records, Release
+from allred.watch.records import Event, ExpendableWorkers, LostRank, Record, Records
+from allred.watch.release import Release
 from allred.watch.stalls import Stalls
 
 Death = tuple[float, int, Event]  # (time, rank, event)

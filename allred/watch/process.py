@@ -21,12 +21,13 @@ from allred.runtime import timings
 from allred.runtime.channel import Channel, HandshakeError, Listener, connect, limit_resending, open_listener
 from allred.runtime.detached import serve
 from allred.runtime.loop import Loop
-from allred.watch import process_state
-from allred.watch.job_monitor import JobMonitor
+from allred.watch import process_state, runner_link
+from allred.watch.heartbeat import Heartbeat
 from allred.watch.job_state import JobState
-from allred.watch.process_state import Launchers, open_stderr
-from allred.watch.rank import Heartbeat, WatchedRank, owner
-from allred.watch.records import REPORTED_TO_RUNNER, RUNNER_PURPOSE, Event, WatcherSettings
+from allred.watch.job_status import JobStatus
+from allred.watch.launchers import Launchers, open_stderr
+from allred.watch.rank import WatchedRank, owner
+from allred.watch.records import Event, WatcherSettings
 
 PURPOSE = "watcher"  # of the channels between watchers
 
@@ -56,9 +57,9 @@ class Watcher:
         self._has_lost_host = False
         self._stderr = -1  # a descriptor of the job's stderr
         self._runner: Channel | None = None
-        self._monitor: JobMonitor | None = None
+        self._status: JobStatus | None = None
         if settings.chief:
-            self._monitor = JobMonitor(self._loop, settings.about, settings.size, settings.nodes)
+            self._status = JobStatus(self._loop, settings.about, settings.size, settings.nodes)
         if settings.chief and settings.runner:
             self._connect_to_runner(*settings.runner.split())
         unix = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -81,20 +82,20 @@ class Watcher:
     def run(self) -> None:
         """Run until all ranks of this node have died or left, and on the chief's node all other watchers have ended."""
         now = time.monotonic()
-        if self._monitor is not None:
-            self._monitor.publish()
+        if self._status is not None:
+            self._status.publish()
         while not self._is_done(now):
             is_idle = now > self._last_event + timings.IDLE_S
             now = self._loop.turn(timings.IDLE_TICK_S if is_idle else timings.WATCHER_TICK_S)
             if self._job is not None:
                 self._send(self._job.tick(now))
                 self._report_verdict(self._job.verdict)
-            if self._monitor is not None:
-                self._send(self._monitor.tick(now))
+            if self._status is not None:
+                self._send(self._status.tick(now))
             if now > self._last_death + timings.REPORT_DEATH_S:
                 self._print("")
-        if self._monitor is not None:
-            self._monitor.close()
+        if self._status is not None:
+            self._status.close()
         if self._settings.launcher and self._has_lost_host:
             self._launchers.end()
         elif self._settings.launcher and self._settings.nodes == 1 and self._has_failed:
@@ -208,12 +209,12 @@ class Watcher:
         if link in self._links:
             self._links.remove(link)
 
-    # `allred run`; records.py has the messages.
+    # `allred run`; runner_link.py has the messages.
 
     def _connect_to_runner(self, host: str, port: str, secret: str) -> None:
         """If that fails, the job continues, and `allred run` has only the exit code of mpirun."""
         with contextlib.suppress(HandshakeError, OSError):
-            self._runner = connect((host, int(port)), RUNNER_PURPOSE, secret)
+            self._runner = connect((host, int(port)), runner_link.PURPOSE, secret)
             self._runner.send({"event": "hello", "size": self._settings.size})
             self._runner.serve(self._loop, self._receive_from_runner, self._lose_runner)
 
@@ -314,11 +315,11 @@ class Watcher:
         needs_answer = event["event"] in ("failed", "limit")
         if needs_answer and self._chief is not None and self._heartbeats[self._chief].is_silent:
             self._lose_host(self._chief, time.monotonic())
-        if self._monitor is not None and event["event"] == "counters":
-            self._monitor.take(event, time.monotonic())
+        if self._status is not None and event["event"] == "counters":
+            self._status.take(event, time.monotonic())
         elif self._job is not None:
             self._job.handle(event, time.monotonic())
-            if self._runner is not None and event["event"] in REPORTED_TO_RUNNER:
+            if self._runner is not None and event["event"] in runner_link.REPORTED:
                 self._runner.send({key: value for key, value in event.items() if key != "traceback"})
         elif self._chief is not None:
             self._chief.send(event)

@@ -1,14 +1,6 @@
-"""The state of another process: its stack, whether it is stopped, and how it ended. The launcher of this node's ranks.
+"""The state of another process: its stack, whether it is stopped, and how it ended.
 
 A rank writes its own Python stack into a pipe on a signal, with faulthandler, also while the interpreter runs C code.
-
-The launcher is mpirun, and the process through which it starts ranks on this node. If it has ended, nobody ends the
-ranks. If another host is unreachable, the watcher ends the launcher, because mpirun may wait for that host forever.
-After a job on one node that failed, it ends a launcher that has no process left to wait for: Open MPI's prterun
-sometimes does not end if one rank calls MPI_Abort while another finalizes.
-
-A launcher is an ancestor of a rank at the time when the rank connects. A pidfd identifies it, so that no later process
-with the same number is meant. The watcher writes on the stderr of the job, which is the launcher's.
 """
 
 import contextlib
@@ -17,12 +9,11 @@ import os
 import re
 import select
 import signal
-import stat
 import struct
 import time
 from collections.abc import Iterator
 
-from allred.runtime.timings import FAILED_LAUNCHER_S, LAUNCHER_SIGNAL_S, STACK_S
+from allred.runtime.timings import STACK_S
 
 _PIDFD_GET_INFO = 3 << 30 | 64 << 16 | 0xFF << 8 | 11  # Linux 6.13
 _PIDFD_INFO_EXIT = 1 << 3  # Linux 6.15
@@ -196,88 +187,3 @@ def program_line(stack: str) -> str:
 def _user_frames(stack: str) -> list[tuple[str, str, str]]:
     """Return the frames outside of libraries, the innermost first: (path, line, function)."""
     return [frame for frame in _FRAME.findall(stack) if not _LIBRARY.search(frame[0])]
-
-
-# Launchers.
-
-
-class Launchers:
-    def __init__(self) -> None:
-        self._pidfds: dict[int, int] = {}  # by process id
-
-    @property
-    def pids(self) -> list[int]:
-        """The processes, those that mpirun started first."""
-        return list(self._pidfds)
-
-    def record(self, pid: int) -> dict[str, int]:
-        """Open a pidfd for each launcher that is an ancestor of process `pid`. Return {name: pidfd} of the new ones. A
-        pidfd becomes readable when the launcher ends."""
-        new = {}
-        for launcher in launcher_ancestors(pid):
-            if launcher not in self._pidfds:
-                with contextlib.suppress(OSError):  # it has just ended
-                    self._pidfds[launcher] = os.pidfd_open(launcher)
-                    new[f"{name(launcher)} (process {launcher})"] = self._pidfds[launcher]
-        return new
-
-    def end(self) -> None:
-        """Wait until the launchers have ended; after LAUNCHER_SIGNAL_S end them by SIGTERM, then by SIGKILL."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            self._wait()
-            for pidfd in self._pidfds.values():
-                with contextlib.suppress(OSError):  # another user's, or it has just ended
-                    signal.pidfd_send_signal(pidfd, number)
-
-    def end_childless(self) -> None:
-        """Wait until the launchers have ended; after FAILED_LAUNCHER_S end those that have no child process."""
-        self._wait(FAILED_LAUNCHER_S)
-        parents = children()
-        for pid in list(self._pidfds):
-            if pid in parents or halted(pid):
-                os.close(self._pidfds.pop(pid))
-        self.end()
-
-    def _wait(self, limit_s: float = LAUNCHER_SIGNAL_S) -> None:
-        """Wait at most `limit_s`, and close the pidfds of those that have ended."""
-        until, poll = time.monotonic() + limit_s, select.poll()
-        for pidfd in self._pidfds.values():
-            poll.register(pidfd, select.POLLIN)
-        while self._pidfds and (left_s := until - time.monotonic()) > 0:
-            ended = {pidfd for pidfd, _ in poll.poll(1000 * left_s)}
-            for pid, pidfd in list(self._pidfds.items()):
-                if pidfd in ended:
-                    poll.unregister(pidfd)
-                    os.close(self._pidfds.pop(pid))
-
-
-_NULL = os.makedev(1, 3)
-
-
-def open_stderr(launchers: list[int], ranks: list[int]) -> int:
-    """Return a descriptor of the job's stderr, -1 if there is none. This process has none of its own.
-
-    launchers: processes of the launcher, the outermost last. Preferred is a pipe or terminal of the launcher, then of a
-    rank: the launcher lives longer; but if its stderr is a file, it may overwrite the line.
-    """
-    kinds = {pid: _kind(pid) for pid in (*reversed(launchers), *ranks)}
-    streams = [pid for pid, kind in kinds.items() if kind == "stream"]
-    files = [pid for pid, kind in kinds.items() if kind == "file"]
-    return next((opened for pid in (*streams, *files) if (opened := _open(pid)) >= 0), -1)
-
-
-def _kind(pid: int) -> str:
-    try:
-        status = os.stat(f"/proc/{pid}/fd/2")
-    except OSError:
-        return ""
-    if stat.S_ISCHR(status.st_mode) and status.st_rdev == _NULL:
-        return ""
-    return "file" if stat.S_ISREG(status.st_mode) else "stream"
-
-
-def _open(pid: int) -> int:
-    try:
-        return os.open(f"/proc/{pid}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    except OSError:
-        return -1

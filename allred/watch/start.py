@@ -19,7 +19,8 @@ from allred.config import Config
 from allred.numbering import Numbering
 from allred.runtime import detached
 from allred.runtime.timings import LEAST_MPI_INIT_S
-from allred.watch.records import WatcherSettings, runner_address
+from allred.watch import runner_link
+from allred.watch.records import WatcherSettings
 from allred.watch.watcher_client import WatcherClient
 
 _MODULE = "allred.watch.process"
@@ -64,7 +65,7 @@ def start(
     If a watcher cannot be used, a warning says so, and the job continues without it.
     """
     WatcherClient.restore_usr1()
-    if not config.watcher or (shape.size == 1 and not runner_address()):
+    if not config.watcher or (shape.size == 1 and not runner_link.address()):
         return
     expendable = expendable if config.worker_failure == "go_on" else ()
     hosts = communicator.allgather_object(socket.gethostname()).wait() if reach == "network" else []
@@ -105,7 +106,7 @@ def _start_watcher(shape: Numbering, config: Config, address: str, expendable: t
     settings = WatcherSettings(
         token=token, ranks=shape.local_size, size=shape.size, nodes=shape.nodes, warn_s=config.stall_warning_s,
         limit_s=config.timeout_s, chief=shape.rank == 0, address=address, expendable=expendable, launcher=launcher,
-        runner=runner_address(),
+        runner=runner_link.address(),
         about={
             "job": _job_name(config), "program": " ".join(sys.argv), "mode": config.mode, "starts": config.starts,
             "host": socket.gethostname(),

@@ -23,7 +23,7 @@ from typing import Any
 from allred.errors import AllredError, CollectiveTimeout, RemoteRankError
 from allred.runtime import timings
 from allred.runtime.stderr import rank_warning
-from allred.watch.records import runner_address
+from allred.watch import runner_link
 
 _F_SETOWN_EX, _F_OWNER_TID = 15, 0  # of Linux; the module fcntl lacks them
 
@@ -317,7 +317,7 @@ class WatcherClient:
 def _may_receive_usr1() -> bool:
     """Whether the launcher sends SIGUSR1: MPICH's mpirun -disable-auto-cleanup to the ranks that survive another, and
     `allred run`, which repeats it when a session begins."""
-    return "PMI_FD" in os.environ or bool(runner_address())
+    return "PMI_FD" in os.environ or bool(runner_link.address())
 
 
 def _ignore(number: int, frame: types.FrameType | None) -> None:

@@ -7,7 +7,7 @@ from allred.errors import InputError
 
 pa = pytest.importorskip("pyarrow")
 
-from allred.spark.data_feed import pickled_batches, to_array, to_rows  # noqa: E402
+from allred.spark.arrow_columns import pickled_batches, to_array, to_rows  # noqa: E402
 
 
 @pytest.mark.parametrize(

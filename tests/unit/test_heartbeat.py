@@ -1,6 +1,6 @@
 """The message that a host is unreachable, and that it answers again."""
 
-from allred.watch.rank import Heartbeat
+from allred.watch.heartbeat import Heartbeat
 
 
 def test_silence_is_reported_once_and_its_end_too():

@@ -19,7 +19,7 @@ from allred.run.restarts import End, RestartPolicy
 from allred.run.runner import delete_commits
 from allred.runtime.channel import HandshakeError, connect
 from allred.runtime.loop import Loop
-from allred.watch import job_monitor
+from allred.watch import job_directory
 
 SLURM = {"SLURM_JOB_NODELIST": "n[1-2],gpu3", "SLURM_TASKS_PER_NODE": "4(x2),2"}
 
@@ -237,16 +237,16 @@ def test_a_program_that_ends_twice_before_init_is_not_started_again():
 
 def test_the_directory_of_jobs_belongs_to_the_user_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert job_monitor.job_directory().stat().st_mode & 0o777 == 0o700
-    job_monitor.job_directory().chmod(0o755)
+    assert job_directory.directory().stat().st_mode & 0o777 == 0o700
+    job_directory.directory().chmod(0o755)
     with pytest.raises(AllredError, match="must be a directory of this user with mode 0700"):
-        job_monitor.job_directory()
+        job_directory.directory()
 
 
 def test_a_job_is_chosen_by_its_name_or_because_it_is_the_only_one():
-    assert job_monitor.choose_job("", {"a": 1}, "job") == job_monitor.choose_job("a", {"a": 1, "b": 2}, "job") == 1
+    assert job_directory.choose("", {"a": 1}, "job") == job_directory.choose("a", {"a": 1, "b": 2}, "job") == 1
     with pytest.raises(AllredError, match=r"which job\?; running here: a, b"):
-        job_monitor.choose_job("", {"a": 1, "b": 2}, "job")
+        job_directory.choose("", {"a": 1, "b": 2}, "job")
 
 
 def test_hosts_without_an_answer_are_found_with_the_agent_of_mpirun(tmp_path):
@@ -261,11 +261,11 @@ def test_hosts_without_an_answer_are_found_with_the_agent_of_mpirun(tmp_path):
 @pytest.mark.parametrize("other", [{"process": 4194305}, {"started": "0"}, {}])  # no such process; another one; neither
 def test_entries_of_killed_processes_are_removed(tmp_path, monkeypatch, other):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    path = job_monitor.write_entry("mine", job_monitor.JOB, {"port": 1})
+    path = job_directory.write_entry("mine", job_directory.JOB, {"port": 1})
     assert path.stat().st_mode & 0o777 == 0o600
     path.write_text(json.dumps({**json.loads(path.read_text()), **other}))
-    assert list(job_monitor.job_entries(job_monitor.JOB)) == ([] if other else ["mine"])
-    assert job_monitor.job_entries(job_monitor.RUN) == {}
+    assert list(job_directory.entries(job_directory.JOB)) == ([] if other else ["mine"])
+    assert job_directory.entries(job_directory.RUN) == {}
     assert path.exists() == (not other)
 
 
@@ -275,7 +275,7 @@ def test_a_request_that_is_not_one_ends_no_job(tmp_path, monkeypatch):
         requests = runner.ResizeRequests(loop, "mine", lambda request: f"{int(request['np'])} ranks")
         with pytest.raises(AllredError, match="a job with the name 'mine' runs here already"):
             runner.ResizeRequests(loop, "mine", str)
-        entry, replies = job_monitor.job_entries(job_monitor.RUN)["mine"], []
+        entry, replies = job_directory.entries(job_directory.RUN)["mine"], []
 
         def ask(secret, message):
             try:
@@ -295,7 +295,7 @@ def test_a_request_that_is_not_one_ends_no_job(tmp_path, monkeypatch):
         requests.close()
     assert replies[0].startswith("refuses this process: ")
     assert replies[1:] == ["the peer has closed the connection", {"text": "4 ranks", "code": 0}]
-    assert job_monitor.job_entries(job_monitor.RUN) == {}
+    assert job_directory.entries(job_directory.RUN) == {}
 
 
 def test_only_commits_are_deleted(tmp_path):

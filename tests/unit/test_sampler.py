@@ -28,9 +28,9 @@ def test_parts_are_those_of_split_sizes(total):
         assert [i for p in parts for i in range(p.start, p.stop)] == list(range(total))
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_a_sampler_continues_from_each_of_its_positions(drop_last):
-    sampler = Sampler(ROWS, 10, 2, 3, drop_last)
+@pytest.mark.parametrize(("drop_last", "joins_below"), [(False, 0), (True, 0), (False, 8)])
+def test_a_sampler_continues_from_each_of_its_positions(drop_last, joins_below):
+    sampler = Sampler(ROWS, 10, 2, 3, drop_last, joins_below)
     every = [(position, samples.tolist()) for position, samples in sampler.batches()]
     assert len(every) == 2 * sampler.steps_per_epoch
     for k, (position, _) in enumerate(every, start=1):

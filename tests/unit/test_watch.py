@@ -18,9 +18,9 @@ from allred.errors import RemoteRankError
 from allred.runtime import channel, timings
 from allred.runtime.loop import Loop
 from allred.watch import process, process_state, records, start, watcher_client
-from allred.watch.job_monitor import JobMonitor, delaying
+from allred.watch.job_status import JobStatus, delaying
+from allred.watch.launchers import Launchers
 from allred.watch.process import Watcher
-from allred.watch.process_state import Launchers
 
 ABOUT = {"job": f"unit-{os.getpid()}", "program": "", "mode": "sync", "starts": 1, "host": "here"}
 
@@ -325,7 +325,7 @@ def test_a_watcher_without_a_core_for_a_while_prints_a_death(where, monkeypatch)
         return found
 
     monkeypatch.setattr(watcher, where, late)
-    monkeypatch.setattr("allred.watch.process_state.FAILED_LAUNCHER_S", 0.2)
+    monkeypatch.setattr("allred.watch.launchers.FAILED_LAUNCHER_S", 0.2)
     watcher._loop.on_input(ours, die)
     theirs.send(b".")
     watcher.run()
@@ -430,7 +430,7 @@ def test_the_launcher_above_a_rank_is_ended_and_no_other(tmp_path):
 @pytest.mark.parametrize("has_child", [False, True])
 def test_after_a_failed_job_only_a_launcher_without_children_is_ended(has_child, tmp_path, monkeypatch):
     """A Python named mpirun, which goes on after its rank."""
-    monkeypatch.setattr("allred.watch.process_state.FAILED_LAUNCHER_S", 0.2)
+    monkeypatch.setattr("allred.watch.launchers.FAILED_LAUNCHER_S", 0.2)
     (tmp_path / "mpirun").symlink_to(sys.executable)
     body = (
         "import subprocess, time; rank = subprocess.Popen(['sleep', '60']); print(rank.pid, flush=True); rank.wait()\n"
@@ -467,7 +467,7 @@ class Client:
 
 def test_a_snapshot_has_the_ranks_of_all_nodes_and_the_delays():
     with contextlib.closing(Loop()) as loop:
-        monitor, client = JobMonitor(loop, ABOUT, size=2, nodes=2), Client()
+        monitor, client = JobStatus(loop, ABOUT, size=2, nodes=2), Client()
         assert monitor.tick(0.0) == []  # nobody asks
         monitor._clients.append(client)
         for turn in (1, 2):
@@ -488,7 +488,7 @@ def test_a_snapshot_has_the_ranks_of_all_nodes_and_the_delays():
 
 def test_a_monitor_is_answered_although_a_watcher_does_not_answer():
     with contextlib.closing(Loop()) as loop:
-        monitor, client = JobMonitor(loop, ABOUT, size=2, nodes=2), Client()
+        monitor, client = JobStatus(loop, ABOUT, size=2, nodes=2), Client()
         monitor._clients.append(client)
         monitor._requests.append((client, True))
         monitor.tick(1.0)

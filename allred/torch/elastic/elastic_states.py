@@ -7,7 +7,7 @@ handler of its type. ElasticSampler distributes the samples of an epoch that are
 import copy
 import random
 from collections.abc import Callable, Iterable, Iterator, Sized
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.utils.data
@@ -15,7 +15,7 @@ import torch.utils.data
 from allred.errors import InputError
 from allred.session import state_pickle
 from allred.torch.horovod.basics import rank, size
-from allred.torch.horovod.handles import HostsUpdatedInterrupt
+from allred.torch.horovod.horovod_errors import HostsUpdatedInterrupt
 from allred.torch.horovod.state_broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from allred.torch.module_checkpoints import UntrainedState
 
@@ -93,6 +93,13 @@ class SavedState:
         raise NotImplementedError
 
 
+class ElasticJob(Protocol):
+    """The methods of a RestartableJob that a State calls."""
+
+    def write(self, get_state: Callable[[], Any]) -> None: ...
+    def must_stop(self) -> bool: ...
+
+
 class State(SavedState):
     """Base class: subclasses define save, restore and sync.
 
@@ -102,7 +109,7 @@ class State(SavedState):
     bcast_object: a function that returns the object of rank 0 on all ranks. get_rank: returns the rank.
     """
 
-    elastic_job: Any = None  # a RestartableJob, inside of a function that is decorated with `elastic.run`
+    elastic_job: ElasticJob | None = None  # inside of a function that is decorated with `elastic.run`
 
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
         self._bcast_object, self._rank = bcast_object, get_rank

@@ -38,9 +38,9 @@ from allred.errors import CheckpointError, MismatchError
 from allred.session.coordination import StopSignals
 from allred.torch.elastic.elastic_states import State
 from allred.torch.horovod import handles
-from allred.torch.horovod.handles import HorovodInternalError, HostsUpdatedInterrupt
+from allred.torch.horovod.horovod_errors import HorovodInternalError, HostsUpdatedInterrupt
 from allred.watch import wait
-from allred.watch.records import RESTART
+from allred.watch.runner_link import RESTART
 
 
 class Commit(NamedTuple):

@@ -1,25 +1,15 @@
-"""init and shutdown, the numbers of the ranks, what the installation can do, and the variables HOROVOD_*.
-
-Variables with the meaning of a setting of allred set it; the others are named once:
-
-    HOROVOD_STALL_CHECK_TIME_SECONDS     ALLRED_STALL_WARNING_S
-    HOROVOD_STALL_SHUTDOWN_TIME_SECONDS  ALLRED_TIMEOUT_S; 0 means never
-    HOROVOD_STALL_CHECK_DISABLE=1        both, as never
-    HOROVOD_GLOO_IFACE                   ALLRED_NETWORK
-
-init() reads HOROVOD_TIMELINE itself.
-"""
+"""init and shutdown, the numbers of the ranks, and what the installation can do."""
 
 import collections
 import os
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable
 from typing import Any
 
-from allred import command_line, log, startup, world
+from allred import log, startup, world
 from allred.cluster import mpi, topology
 from allred.comm.process_set import PROCESS_SETS
-from allred.errors import ConfigError, InputError
-from allred.torch.horovod import rank_timeline
+from allred.errors import InputError
+from allred.torch.horovod import rank_timeline, variables
 from allred.torch.horovod.process_sets import ProcessSet, check_initialized, register
 
 
@@ -37,7 +27,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     """
     sets = _checked_sets(process_sets)
     if not world.is_initialized():
-        apply_variables(os.environ)
+        variables.apply(os.environ)
         startup.init(None if comm == [] else comm)
         _start_timeline()
     check_mode_sync()
@@ -89,36 +79,58 @@ def is_initialized() -> bool:
     return world.is_initialized()
 
 
-def _number(name: str, text: str, example: str) -> Callable[[], int]:
-    """Return the function `name`, which returns that number of topology.py."""
-
-    def function() -> int:
-        return int(_of_rank(getattr(topology, name)))
-
-    function.__name__ = function.__qualname__ = name
-    function.__doc__ = f"Return {text}. Raises ValueError before `hvd.init()`.\n\n    Example: `{example}`.\n    "
-    return function
-
-
-def _of_rank(number: Callable[[], Any]) -> Any:
+def _number(number: Callable[[], int]) -> int:
     check_initialized("hvd.rank(), hvd.size() and others")
     return number()
 
 
-rank = _number("rank", "the rank of this process, 0 to size() - 1", "if hvd.rank() == 0: print(loss)")
-size = _number("size", "the number of ranks", "lr = 0.01 * hvd.size()")
-local_rank = _number(
-    "local_rank",
-    "the rank of this process on its node, 0 to local_size() - 1",
-    "torch.cuda.set_device(hvd.local_rank())",
-)
-local_size = _number("local_size", "the number of ranks on this node", "hvd.local_size()")
-cross_rank = _number(
-    "cross_rank",
-    "the rank of this process among those of all nodes that have its local rank, 0 to cross_size() - 1",
-    "hvd.cross_rank()",
-)
-cross_size = _number("cross_size", "the number of nodes that have a rank with this local rank", "hvd.cross_size()")
+def rank() -> int:
+    """Return the rank of this process, 0 to size() - 1. Raises ValueError before `hvd.init()`.
+
+    Example: `if hvd.rank() == 0: print(loss)`.
+    """
+    return _number(topology.rank)
+
+
+def size() -> int:
+    """Return the number of ranks. Raises ValueError before `hvd.init()`.
+
+    Example: `lr = 0.01 * hvd.size()`.
+    """
+    return _number(topology.size)
+
+
+def local_rank() -> int:
+    """Return the rank of this process on its node, 0 to local_size() - 1. Raises ValueError before `hvd.init()`.
+
+    Example: `torch.cuda.set_device(hvd.local_rank())`.
+    """
+    return _number(topology.local_rank)
+
+
+def local_size() -> int:
+    """Return the number of ranks on this node. Raises ValueError before `hvd.init()`.
+
+    Example: `hvd.local_size()`.
+    """
+    return _number(topology.local_size)
+
+
+def cross_rank() -> int:
+    """Return the rank of this process among those of all nodes that have its local rank, 0 to cross_size() - 1. Raises
+    ValueError before `hvd.init()`.
+
+    Example: `hvd.cross_rank()`.
+    """
+    return _number(topology.cross_rank)
+
+
+def cross_size() -> int:
+    """Return the number of nodes that have a rank with this local rank. Raises ValueError before `hvd.init()`.
+
+    Example: `hvd.cross_size()`.
+    """
+    return _number(topology.cross_size)
 
 
 def is_homogeneous() -> bool:
@@ -126,7 +138,7 @@ def is_homogeneous() -> bool:
 
     Example: `hvd.is_homogeneous()`.
     """
-    _of_rank(topology.rank)
+    _number(topology.rank)
     sets = PROCESS_SETS.of(world.current())
     nodes = [] if sets is None else [each.node for each in sets.facts]
     return len(set(collections.Counter(nodes).values())) <= 1
@@ -137,7 +149,7 @@ def mpi_threads_supported() -> bool:
 
     Example: `hvd.mpi_threads_supported()`.
     """
-    _of_rank(topology.rank)
+    _number(topology.rank)
     MPI, _ = mpi.load()  # noqa: N806
     return MPI is not None and MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
@@ -181,78 +193,3 @@ def cuda_built() -> bool:
     Example: `hvd.cuda_built()`.
     """
     return nccl_built() > 0
-
-
-# The variables HOROVOD_*.
-
-_NEVER_S = 1_000_000  # 11 days; milliseconds fit into an int of C
-_WARNING_S = 60  # default of Horovod
-# Not named, without effect here: variables that init() reads, or that are always in force; that horovodrun sets for the
-# ranks, or that choose its controller; and those of the installation of Horovod, which stay set in containers.
-_SILENT = (
-    *("TIMELINE", "DYNAMIC_PROCESS_SETS", "ELASTIC"),
-    *("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME", "SECRET_KEY"),
-    *("CONTROLLER", "CPU_OPERATIONS", "GLOO_RENDEZVOUS_ADDR", "GLOO_RENDEZVOUS_PORT"),
-    *("NCCL_HOME", "NCCL_INCLUDE", "NCCL_LIB", "NCCL_LINK", "CUDA_HOME", "ROCM_HOME", "CMAKE", "DEBUG"),
-    *("GPU", "GPU_OPERATIONS", "ALLOW_MIXED_GPU_IMPL"),
-)
-_SILENT_PREFIXES = tuple(
-    f"HOROVOD_{prefix}"
-    for prefix in ("WITH_", "WITHOUT_", "BUILD_", "GPU_ALL", "GPU_BROADCAST", "GPU_REDUCESCATTER", "MPICXX_")
-)
-_MAPPED = ("STALL_CHECK_DISABLE", "STALL_CHECK_TIME_SECONDS", "STALL_SHUTDOWN_TIME_SECONDS", "GLOO_IFACE")
-_KNOWN = {f"HOROVOD_{name}" for name in (*_SILENT, *_MAPPED)}
-
-_named: set[str] = set()  # variables that a message has named
-
-
-def apply_variables(environ: MutableMapping[str, str]) -> None:
-    """Set the variables ALLRED_* that follow from HOROVOD_*, except those that are set already. The first rank prints
-    once which variables have no effect. Raises ConfigError, see `translate_variables`."""
-    settings, ignored = translate_variables(environ)
-    for name, value in settings.items():
-        environ.setdefault(name, value)
-    new = [name for name in ignored if name not in _named]
-    _named.update(new)
-    if new and command_line.first_rank():
-        log.rank_warning(f"these variables have no effect in allred: {', '.join(new)} (docs/from-horovod.md)")
-
-
-def translate_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Return the variables ALLRED_* that follow from HOROVOD_*, and the names of those HOROVOD_* without effect. Raises
-    ConfigError for a time that is not a whole number of seconds, or a switch that is not 0 or 1.
-
-    >>> translate_variables({"HOROVOD_STALL_CHECK_TIME_SECONDS": "90", "HOROVOD_CYCLE_TIME": "5"})
-    ({'ALLRED_STALL_WARNING_S': '90'}, ['HOROVOD_CYCLE_TIME'])
-    """
-    settings = {}
-    warning_s = _seconds(environ, "HOROVOD_STALL_CHECK_TIME_SECONDS")
-    shutdown_s = _seconds(environ, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS")
-    if _is_on(environ, "HOROVOD_STALL_CHECK_DISABLE"):
-        warning_s, shutdown_s = _NEVER_S, 0
-    if warning_s is not None:
-        settings["ALLRED_STALL_WARNING_S"] = str(max(warning_s, 1))
-    if shutdown_s is not None:
-        # Horovod takes a time before the warning as never.
-        is_limit = shutdown_s and shutdown_s >= (_WARNING_S if warning_s is None else warning_s)
-        settings["ALLRED_TIMEOUT_S"] = str(shutdown_s if is_limit else _NEVER_S)
-    if network := environ.get("HOROVOD_GLOO_IFACE"):
-        settings["ALLRED_NETWORK"] = network
-    found = [name for name in sorted(environ) if name.startswith("HOROVOD_") and name not in _KNOWN]
-    return settings, [name for name in found if not name.startswith(_SILENT_PREFIXES)]
-
-
-def _seconds(environ: Mapping[str, str], name: str) -> int | None:
-    text = environ.get(name)
-    if not text:
-        return None
-    if not text.isdecimal():
-        raise ConfigError(f"{name}={text!r} is not a whole number; write seconds, such as 60, or 0")
-    return int(text)
-
-
-def _is_on(environ: Mapping[str, str], name: str) -> bool:
-    text = environ.get(name) or "0"
-    if text not in ("0", "1"):
-        raise ConfigError(f"{name}={text!r} is not a switch; write 1 or 0")
-    return text == "1"

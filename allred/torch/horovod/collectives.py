@@ -18,7 +18,7 @@ from allred.comm.communicator import Communicator
 from allred.errors import InputError
 from allred.torch.horovod import handles
 from allred.torch.horovod.allreduce import MEAN, Average, ScaledReduction, Sum, allreduce, grouped_allreduce, operator
-from allred.torch.horovod.handles import as_horovod_error
+from allred.torch.horovod.horovod_errors import as_horovod_error
 from allred.torch.horovod.operations import (
     CollectiveCall,
     Differentiable,

@@ -27,10 +27,10 @@ from allred.torch.backward_state import NextStep
 from allred.torch.hooked_optimizer import HookedOptimizer
 from allred.torch.horovod.allreduce import Average, Sum, operator
 from allred.torch.horovod.basics import check_mode_sync, size
-from allred.torch.horovod.handles import as_horovod_error
+from allred.torch.horovod.horovod_errors import as_horovod_error
 from allred.torch.horovod.operations import Compression, check_compression, view
 from allred.torch.horovod.process_sets import ProcessSet, check_initialized, global_process_set, rank_set
-from allred.torch.optimizer_hooks import NO_COPY
+from allred.torch.replaced_methods import NO_COPY
 from allred.torch.tensors import as_tensor, copy_like
 
 _FUSED_COMPRESSION = {Compression.none: ops.Compression.none, Compression.fp16: ops.Compression.fp16}

@@ -18,7 +18,7 @@ from allred.comm.header import quoted
 from allred.comm.work import Work
 from allred.errors import InputError
 from allred.torch.horovod import handles
-from allred.torch.horovod.handles import as_horovod_error
+from allred.torch.horovod.horovod_errors import as_horovod_error
 from allred.torch.horovod.process_sets import ProcessSet, communicator_of
 from allred.torch.tensors import as_array, as_raw_array, as_tensor, check_host
 

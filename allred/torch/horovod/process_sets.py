@@ -11,7 +11,7 @@ from allred.comm.communicator import Communicator
 from allred.comm.process_set import ProcessSet as RankSet
 from allred.errors import InputError, MismatchError
 from allred.torch.horovod import handles
-from allred.torch.horovod.handles import HorovodNotInitializedError, as_horovod_error
+from allred.torch.horovod.horovod_errors import HorovodNotInitializedError, as_horovod_error
 from allred.watch import exit_callbacks
 
 

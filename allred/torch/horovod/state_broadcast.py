@@ -11,7 +11,7 @@ from allred.errors import InputError
 from allred.torch.hooked_optimizer import HookedOptimizer
 from allred.torch.horovod import handles
 from allred.torch.horovod.collectives import broadcast_async_
-from allred.torch.horovod.handles import HorovodInternalError
+from allred.torch.horovod.horovod_errors import HorovodInternalError
 from allred.torch.horovod.operations import CollectiveCall
 from allred.torch.horovod.process_sets import ProcessSet, communicator_of, global_process_set
 from allred.torch.optimizer_state import load_in_place

@@ -1,36 +1,28 @@
-"""The state of a job for monitors, in the watcher of the chief's node; and the directory of this user's running jobs.
+"""The state of a job for monitors, in the watcher of the chief's node.
 
 A monitor (`allred top`, the metrics endpoint) finds port and token in a file of the job directory. While one is
 connected, the watchers send the counters of their ranks every SAMPLE_PERIOD_S seconds. From these samples follows which
 rank delays which: at the same number of steps, one is in opt.step, and the other is not yet. Nothing of this costs a
 rank time, except the source line, for which a signal interrupts it once for each request.
-
-Only the user can enter the job directory (mode 0700). For each job it has a file (mode 0600) by which monitors find the
-watcher, and for each `allred run` one by which `allred resize` finds it: a port of this host, and the secret of the
-channel.
 """
 
 import contextlib
-import json
-import os
 import secrets
-import stat
 import time
 from pathlib import Path
-from typing import Any
 
 from allred.counters import Values
 from allred.errors import AllredError
 from allred.runtime.channel import Channel, Listener, open_listener
 from allred.runtime.loop import Loop
 from allred.runtime.timings import QUERY_S, SAMPLE_PERIOD_S
-from allred.watch import process_state
+from allred.watch import job_directory
 from allred.watch.records import Event
 
 PURPOSE = "monitor"
 
 
-class JobMonitor:
+class JobStatus:
     """about: name of the job, program, mode, starts. size, nodes: of the job."""
 
     def __init__(self, loop: Loop, about: Event, size: int, nodes: int) -> None:
@@ -52,13 +44,13 @@ class JobMonitor:
     def publish(self) -> None:
         """Write the file by which monitors find this process."""
         with contextlib.suppress(AllredError, OSError):  # then the job has no monitors
-            self._file = write_entry(self._about["job"], JOB, self._entry)
+            self._file = job_directory.write_entry(self._about["job"], job_directory.JOB, self._entry)
 
     def close(self) -> None:
         """Remove the file, and listen no more."""
         self._listener.close()
         if self._file is not None:
-            remove_entry(self._file)
+            job_directory.remove_entry(self._file)
             self._file = None
 
     # Monitors.
@@ -141,67 +133,3 @@ def delaying(values: dict[int, Values]) -> list[int]:
     """
     waiting = {value.steps for value in values.values() if value.in_step}
     return [rank for rank, value in values.items() if not value.in_step and value.steps in waiting]
-
-
-RUN, JOB = ".run", ".job"
-
-
-def job_directory() -> Path:
-    """Return the directory; create it if it is missing. Raises AllredError if another user could write to it."""
-    base = os.environ.get("XDG_RUNTIME_DIR", "")
-    path = Path(base, "allred") if base and os.access(base, os.W_OK) else Path(f"/tmp/allred-{os.geteuid()}")
-    try:
-        path.mkdir(mode=0o700, exist_ok=True)
-        status = path.lstat()
-    except OSError as error:
-        raise AllredError(f"the directory of running jobs, {path}, cannot be used: {error.strerror}") from None
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise AllredError(f"{path} must be a directory of this user with mode 0700; remove it")
-    return path
-
-
-def _remove(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.unlink()
-
-
-def write_entry(name: str, kind: str, entry: dict[str, Any]) -> Path:
-    """Write the file of a job, which only the user can read, and return it. Raises AllredError or OSError."""
-    path, pid = job_directory() / f"{name}{kind}", os.getpid()
-    _remove(path)  # of a job with this name that was killed
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        json.dump({**entry, "process": pid, "started": process_state.start_time(pid)}, file)
-    return path
-
-
-def remove_entry(path: Path) -> None:
-    """Remove the file of a job of this process, if another job has not replaced it."""
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        if json.loads(path.read_text())["process"] == os.getpid():
-            path.unlink()
-
-
-def job_entries(kind: str) -> dict[str, dict[str, Any]]:
-    """Return the files of the running jobs, by the name of the job. Removes those of processes that were killed."""
-    found = {}
-    for path in sorted(job_directory().glob(f"*{kind}")):
-        with contextlib.suppress(OSError, ValueError):  # it has just been removed
-            entry = json.loads(path.read_text())
-            if entry["started"] == process_state.start_time(entry["process"]):
-                found[path.name.removesuffix(kind)] = entry
-            else:
-                _remove(path)
-    return found
-
-
-def choose_job(name: str, running: dict[str, Any], what: str) -> Any:
-    """Return the value of a job; with "" of the only one. Raises AllredError, naming the jobs that run.
-
-    what: what runs, for the message."""
-    if name in running:
-        return running[name]
-    if not name and len(running) == 1:
-        return next(iter(running.values()))
-    problem = f"no job {name!r}" if name else "which job?" if running else "no job"
-    which = f"running here: {', '.join(running)}" if running else f"no {what} of this user runs on this host"
-    raise AllredError(f"{problem}; {which}")

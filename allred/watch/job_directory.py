@@ -1,0 +1,78 @@
+"""The directory of this user's running jobs on this host.
+
+Only the user can enter it (mode 0700). For each job it has a file (mode 0600) by which monitors find the watcher, and
+for each `allred run` one by which `allred resize` finds it: a port of this host, and the secret of the channel.
+"""
+
+import contextlib
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from allred.errors import AllredError
+from allred.watch import process_state
+
+RUN, JOB = ".run", ".job"
+
+
+def directory() -> Path:
+    """Return the directory; create it if it is missing. Raises AllredError if another user could write to it."""
+    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    path = Path(base, "allred") if base and os.access(base, os.W_OK) else Path(f"/tmp/allred-{os.geteuid()}")
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        status = path.lstat()
+    except OSError as error:
+        raise AllredError(f"the directory of running jobs, {path}, cannot be used: {error.strerror}") from None
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise AllredError(f"{path} must be a directory of this user with mode 0700; remove it")
+    return path
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def write_entry(name: str, kind: str, entry: dict[str, Any]) -> Path:
+    """Write the file of a job, which only the user can read, and return it. Raises AllredError or OSError."""
+    path, pid = directory() / f"{name}{kind}", os.getpid()
+    _remove(path)  # of a job with this name that was killed
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        json.dump({**entry, "process": pid, "started": process_state.start_time(pid)}, file)
+    return path
+
+
+def remove_entry(path: Path) -> None:
+    """Remove the file of a job of this process, if another job has not replaced it."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        if json.loads(path.read_text())["process"] == os.getpid():
+            path.unlink()
+
+
+def entries(kind: str) -> dict[str, dict[str, Any]]:
+    """Return the files of the running jobs, by the name of the job. Removes those of processes that were killed."""
+    found = {}
+    for path in sorted(directory().glob(f"*{kind}")):
+        with contextlib.suppress(OSError, ValueError):  # it has just been removed
+            entry = json.loads(path.read_text())
+            if entry["started"] == process_state.start_time(entry["process"]):
+                found[path.name.removesuffix(kind)] = entry
+            else:
+                _remove(path)
+    return found
+
+
+def choose(name: str, running: dict[str, Any], what: str) -> Any:
+    """Return the value of a job; with "" of the only one. Raises AllredError, naming the jobs that run.
+
+    what: what runs, for the message."""
+    if name in running:
+        return running[name]
+    if not name and len(running) == 1:
+        return next(iter(running.values()))
+    problem = f"no job {name!r}" if name else "which job?" if running else "no job"
+    which = f"running here: {', '.join(running)}" if running else f"no {what} of this user runs on this host"
+    raise AllredError(f"{problem}; {which}")
