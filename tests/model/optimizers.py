@@ -302,10 +302,10 @@ class Oracle:
     def reduce_and_apply(self, gradients: tuple[tuple[Gradients, ...], ...], ranks: list[int]) -> None:
         """Apply the gradients of these ranks. Raises Refused."""
         plan = self.plan
-        copies = [np.array(param) for param in self.params]
+        copies = array_nests.arrays(plan.tree.leaves, [np.array(param) for param in self.params])
         by_rank = [[gradient_values(plan, micro[rank], self.scale, copies) for micro in gradients] for rank in ranks]
         given = [[micro[rank] for micro in gradients] for rank in ranks]
-        self._refuse(by_rank, given)
+        self._refuse(by_rank, given, copies)
         counts = [sum(g.given_samples or 0 for g in each) for each in given]
         counted = given[0][0].given_samples is not None
         if counted and not sum(counts):
@@ -339,8 +339,8 @@ class Oracle:
         dtypes = [gradient_dtype(self.plan, index) for index in range(len(mean))]
         return all(g is None or np.isfinite(g.astype(d)).all() for g, d in zip(mean, dtypes, strict=True))
 
-    def _refuse(self, by_rank: list[list[list[Any]]], given: list[list[Gradients]]) -> None:
-        """Raise Refused with the classes of all problems; ranks may report any of them."""
+    def _refuse(self, by_rank: list[list[list[Any]]], given: list[list[Gradients]], params: list[Any]) -> None:
+        """Raise Refused with all problems; ranks may report any of them. params: as for `gradient_values`."""
         plan, faults, problems = self.plan, {g.fault for each in given for g in each}, set[type[AllredError]]()
         if self._is_present(given, ("shape", "extra")) or "negative samples" in faults:
             problems.add(InputError)
@@ -360,6 +360,7 @@ class Oracle:
         for each, grads in zip(given, by_rank, strict=True):
             for one in each[0].early:
                 others = [a for i, a in enumerate(grads[0]) if i != one and isinstance(a, np.ndarray)]
+                others += [param for i, param in enumerate(params) if i != one]  # a gradient may be a tied parameter
                 if any(np.shares_memory(grads[0][one], other) for other in others):
                     problems.add(InputError)
         if problems:
