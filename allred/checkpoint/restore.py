@@ -1,7 +1,7 @@
 """Reading a checkpoint: its pieces are read into whole tensors, and all bytes are verified meanwhile.
 
-The pieces may be those of any number of ranks, also of another number than that of the job that reads them. How the
-ranks of a job restore: modes/load_checkpoint.py. Needs memory for the tensors only.
+A job with another number of ranks may have written the pieces. modes/load_checkpoint.py restores on the ranks of a job.
+Needs memory for the tensors only.
 """
 
 import dataclasses

@@ -99,7 +99,7 @@ def _share_memory(
 
 def add_devices(communicator: Communicator, facts: list[TransportFacts], config: Config) -> list[TransportFacts]:
     """Choose the GPU of each rank, and let the communicator take arrays on GPUs too, if `plan` does. Return the
-    facts, which the attempt completes. Collective. Only for the communicator of all workers: a rank has the same GPU in
+    facts with the GPU problems. Collective. Only for the communicator of all workers: a rank has the same GPU in
     all others.
 
     Raises ConfigError, the same on all ranks, if `plan` does.

@@ -236,13 +236,13 @@ class Group:
             generation=self._generation,
         )
         descriptors = yield from self.backend.allgather_object(pickled(mine))
+        if len({each.generation for each in descriptors}) > 1:
+            raise header.verdict(descriptors, self.ranks)
         if header.repeats_step(descriptors):
             if descriptor.kind == "step_allreduce":
                 return self, []
             self.queue.begin_again()
             return (yield from self.agree(descriptor))
-        if len({each.generation for each in descriptors}) > 1:
-            raise header.verdict(descriptors, self.ranks)
         if self.make_subgroup is None or any(each.kind == "shutdown" for each in descriptors):
             raise header.verdict(descriptors, self.ranks)
         here = [index for index, each in enumerate(descriptors) if each.kind != "join" or each.problem]

@@ -163,7 +163,7 @@ def repeats_step(calls: list[OpDescriptor]) -> bool:
     here = [call for call in calls if call.kind != "join"]
     return (
         "step_allreduce" in {call.kind for call in here} <= {"step_allreduce", "step"}
-        and len({(call.title, call.generation) for call in here}) == 1
+        and len({call.title for call in here}) == 1
         and not any(call.problem for call in calls)
     )
 

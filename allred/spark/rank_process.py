@@ -185,7 +185,7 @@ def main() -> None:
         addresses, secret = connection.recv()
     except EOFError:
         sys.exit(f"allred: rank {spec.rank} on {socket.gethostname()} ends, because another rank did not start")
-    os.register_at_fork(after_in_child=connection.close)  # an outcome of a child would be taken for that of the rank
+    os.register_at_fork(after_in_child=connection.close)  # a child must not report the outcome of the rank
     try:
         if spec.size > 1:
             rendezvous_client.prepare(addresses, rank_name(spec.rank), secret, listener)

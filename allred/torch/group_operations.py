@@ -35,8 +35,8 @@ _OPTIONS = {int: "rootRank", datetime.timedelta: "timeout"}  # arguments in plac
 
 
 def with_options(arguments: Sequence[Any], takes_lists: bool) -> tuple[Any, ...]:
-    """Return the arguments of a call without options as those of a call with options. Such calls have root, operator
-    and time limit as arguments, or none of them, and may have a tensor in place of a list of one tensor."""
+    """Convert the arguments of a call without an options object to the arguments of a call with one. A call without
+    options passes root, operator and time limit as arguments, and may pass a tensor in place of a list of one."""
     tensors = [each for each in arguments if isinstance(each, (torch.Tensor, list, tuple))]
     if takes_lists and any(isinstance(each, torch.Tensor) for each in tensors):
         tensors = [[each] for each in tensors]
@@ -315,7 +315,7 @@ def _one(root: int, size: int) -> list[int]:
 
 
 def _check_sizes(comm: Communicator, sources: list[Array], targets: list[Array]) -> None:
-    """Raise InputError unless there is one of each for every rank, and those of this rank have the same size."""
+    """Raise InputError unless there is a source and a target for every rank, and this rank's two have the same size."""
     if not len(sources) == len(targets) == comm.size:
         raise InputError(
             f"expected a tensor for each of {comm.size} ranks, got {len(sources)} inputs and {len(targets)} outputs"

@@ -76,8 +76,8 @@ def connect(
 ) -> tuple[dict[int, socket.socket], str]:
     """Connect this rank with the other ranks of its group. Collective among the ranks of `bootstrap`.
 
-    groups: lists of ranks; a rank is in one of them or in none. Of each pair, the rank that comes later in
-    the group connects to the other.
+    groups: lists of ranks; a rank is in one of them or in none. Of each pair, the rank that comes later in the group
+    connects to the other.
     network: see `addresses`. timeout_s: how long sent data may stay unacknowledged.
 
     Returns the nonblocking sockets by rank, and "" or why some rank could not connect: the same text on all ranks.

@@ -20,8 +20,8 @@ _mapped: WeakValueDictionary[segment.Offer, mmap.mmap] = WeakValueDictionary()
 def share(bootstrap: Bootstrap) -> list[mmap.mmap] | None:
     """Map the arenas of the ranks of `bootstrap`, all on one node; None on all if one has no arena or cannot map all.
 
-    Collective and blocking. Entry r is the arena of rank r: a byte at address a on rank r
-    has the offset a - (address of the arena on rank r). The entry of this rank is its own mapping, not a second one.
+    Collective and blocking. Entry r is the arena of rank r: a byte at address a on rank r has the offset
+    a - (address of the arena on rank r). The entry of this rank is its own mapping, not a second one.
     """
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     own = arena.memory() if bootstrap.size + _OTHER_FILES <= files else None

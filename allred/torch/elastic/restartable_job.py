@@ -173,9 +173,8 @@ R = TypeVar("R")
 def run(func: Callable[..., R]) -> Callable[..., R]:
     """Decorator of a training function, whose first argument is a State. Call it on all ranks after hvd.init().
 
-    Before each call the state is synchronized: it is that of the newest commit, or at first that of rank 0. After a
-    restart of the job with another number of ranks the reset callbacks of the state are called, on all ranks and after
-    the synchronization.
+    Before each call all ranks get the same state: the newest commit, or rank 0's state if there is no commit. After a
+    restart of the job with another number of ranks, all ranks then call the reset callbacks of the state.
 
     If the function raises HorovodInternalError and the ranks can still communicate, all ranks return to the last
     commit, call the reset callbacks, and call the function again. The error is raised if the function fails twice with
