@@ -5,7 +5,10 @@ may wait for that host forever. After a job on one node that failed, it ends a l
 for: Open MPI's prterun sometimes does not end if one rank calls MPI_Abort while another finalizes.
 
 A launcher is an ancestor of a rank at the time when the rank connects. A pidfd identifies it, so that no later process
-with the same number is meant. The watcher writes on the stderr of the job, which is the launcher's.
+with the same number is meant.
+
+The watcher prints a death on the stderr of the job, which is the launcher's. It opens the launcher's own when the first
+rank connects, because after a death the launcher may end before the watcher runs.
 """
 
 import contextlib
@@ -21,12 +24,8 @@ from allred.watch import process_state
 
 class Launchers:
     def __init__(self) -> None:
-        self._pidfds: dict[int, int] = {}  # by process id
-
-    @property
-    def pids(self) -> list[int]:
-        """The processes, those that mpirun started first."""
-        return list(self._pidfds)
+        self._pidfds: dict[int, int] = {}  # by process id; daemons, which mpirun started, first
+        self._stderr: dict[int, int] = {}  # of launchers, by process id. A daemon's would keep mpirun from ending
 
     def record(self, pid: int) -> dict[str, int]:
         """Open a pidfd for each launcher that is an ancestor of process `pid`. Return {name: pidfd} of the new ones. A
@@ -37,7 +36,22 @@ class Launchers:
                 with contextlib.suppress(OSError):  # it has just ended
                     self._pidfds[launcher] = os.pidfd_open(launcher)
                     new[f"{process_state.name(launcher)} (process {launcher})"] = self._pidfds[launcher]
+                if process_state.is_launcher(launcher):
+                    self._stderr[launcher] = _open(f"/proc/{launcher}/fd/2")
         return new
+
+    def open_stderr(self, ranks: list[int]) -> int:
+        """Return a descriptor of the job's stderr, -1 if there is none. This process has none of its own.
+
+        ranks: processes. Preferred is a pipe or terminal of the launcher, then of a rank: the launcher lives longer;
+        but if its stderr is a file, it may overwrite the line.
+        """
+        paths = [f"/proc/self/fd/{descriptor}" for descriptor in self._stderr.values()]
+        paths += [f"/proc/{pid}/fd/2" for pid in (*reversed(self._pidfds), *ranks) if pid not in self._stderr]
+        kinds = {path: _kind(path) for path in paths}
+        streams = [path for path, kind in kinds.items() if kind == "stream"]
+        files = [path for path, kind in kinds.items() if kind == "file"]
+        return next((opened for path in (*streams, *files) if (opened := _open(path)) >= 0), -1)
 
     def end(self) -> None:
         """Wait until the launchers have ended; after LAUNCHER_SIGNAL_S end them by SIGTERM, then by SIGKILL."""
@@ -72,21 +86,9 @@ class Launchers:
 _NULL = os.makedev(1, 3)
 
 
-def open_stderr(launchers: list[int], ranks: list[int]) -> int:
-    """Return a descriptor of the job's stderr, -1 if there is none. This process has none of its own.
-
-    launchers: processes of the launcher, the outermost last. Preferred is a pipe or terminal of the launcher, then of a
-    rank: the launcher lives longer; but if its stderr is a file, it may overwrite the line.
-    """
-    kinds = {pid: _kind(pid) for pid in (*reversed(launchers), *ranks)}
-    streams = [pid for pid, kind in kinds.items() if kind == "stream"]
-    files = [pid for pid, kind in kinds.items() if kind == "file"]
-    return next((opened for pid in (*streams, *files) if (opened := _open(pid)) >= 0), -1)
-
-
-def _kind(pid: int) -> str:
+def _kind(path: str) -> str:
     try:
-        status = os.stat(f"/proc/{pid}/fd/2")
+        status = os.stat(path)
     except OSError:
         return ""
     if stat.S_ISCHR(status.st_mode) and status.st_rdev == _NULL:
@@ -94,8 +96,8 @@ def _kind(pid: int) -> str:
     return "file" if stat.S_ISREG(status.st_mode) else "stream"
 
 
-def _open(pid: int) -> int:
+def _open(path: str) -> int:
     try:
-        return os.open(f"/proc/{pid}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError:
         return -1

@@ -2,10 +2,10 @@
 
     rank     -- Unix socket -->  watcher of its node  -- TCP -->  watcher of the chief's node, which has the JobState
 
-It imports only allred.watch and its dependencies (detached.py). It holds no file of the launcher, because mpirun would
-wait for it, and ends after its ranks. The chief's node is the node of rank 0. A watcher that loses the connection to
-the chief's watcher continues for its own node. If another host is unreachable until the time limit, each side ends its
-own ranks, and then its launcher.
+It imports only allred.watch and its dependencies (detached.py). It holds no pipe from a rank to mpirun, because mpirun
+would wait for it, and ends after its ranks. The chief's node is the node of rank 0. A watcher that loses the connection
+to the chief's watcher continues for its own node. If another host is unreachable until the time limit, each side ends
+its own ranks, and then its launcher.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from allred.watch import process_state, runner_link
 from allred.watch.heartbeat import Heartbeat
 from allred.watch.job_state import JobState
 from allred.watch.job_status import JobStatus
-from allred.watch.launchers import Launchers, open_stderr
+from allred.watch.launchers import Launchers
 from allred.watch.rank import WatchedRank, owner
 from allred.watch.records import Event, WatcherSettings
 
@@ -381,10 +381,10 @@ class Watcher:
         return states | process_state.program_lines({r.number: (r.pidfd, r.stack_signal, r.pipe) for r in silent})
 
     def _open_stderr(self) -> None:
-        """Open the stderr of the job. At a death, because the launcher may end in a moment."""
+        """Open the stderr of the job."""
         if self._stderr < 0:
             living = [rank.pid for rank in self._ranks.values() if not rank.dead]
-            self._stderr = open_stderr(self._launchers.pids, living)
+            self._stderr = self._launchers.open_stderr(living)
             self._last_death = time.monotonic()
 
     def _print(self, line: str) -> None:

@@ -500,7 +500,12 @@ def with_watcher(action, mark, end="", nodes="2", which=0):
         assert len(watchers) == len(sizes)
         os.kill(watchers[which], action)
         time.sleep(0.3)
-        out, err = job.communicate("go\n", timeout=LATE_S)
+        job.stdin.write("go\n")
+        job.stdin.flush()
+        job.wait(LATE_S)
+        if action == signal.SIGSTOP:  # the watcher holds the stderr of mpirun
+            os.kill(watchers[which], signal.SIGCONT)
+        out, err = job.communicate(timeout=LATE_S)
     return job.returncode, out, err
 
 

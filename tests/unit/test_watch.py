@@ -427,6 +427,22 @@ def test_the_launcher_above_a_rank_is_ended_and_no_other(tmp_path):
         assert other.poll() is None
 
 
+def test_a_death_is_printed_on_the_stderr_of_a_launcher_that_has_ended(tmp_path):
+    """A shell named mpirun. On a busy machine it may end before the watcher learns of the death."""
+    (tmp_path / "mpirun").symlink_to("/bin/sh")
+    start = [tmp_path / "mpirun", "-c", "sleep 60 2>/dev/null & echo $!; wait"]
+    with subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as mpirun:
+        rank = int(mpirun.stdout.readline())
+        launchers = Launchers()
+        launchers.record(rank)
+        mpirun.kill()
+        mpirun.wait()
+        os.kill(rank, signal.SIGKILL)
+        with open(launchers.open_stderr([rank]), "w") as stderr:
+            stderr.write("rank 0 was killed\n")
+        assert mpirun.stderr.readline() == "rank 0 was killed\n"
+
+
 @pytest.mark.parametrize("has_child", [False, True])
 def test_after_a_failed_job_only_a_launcher_without_children_is_ended(has_child, tmp_path, monkeypatch):
     """A Python named mpirun, which goes on after its rank."""
