@@ -3,6 +3,7 @@ run deletes the files of killed MPICH jobs in /dev/shm.
 """
 
 import faulthandler
+import gc
 import os
 import re
 import signal
@@ -30,6 +31,11 @@ def pytest_configure(config):
 
 def pytest_unconfigure(config):
     config.stash[STDERR].close()
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # thousands of tests, which every gc.collect() in a test would visit
 
 
 @pytest.hookimpl(wrapper=True)
