@@ -175,7 +175,7 @@ def test_the_same_exception_at_the_same_step_ends_the_job(mpi, tmp_path):
 @pytest.mark.limit(300)
 @pytest.mark.parametrize(
     ("mpi", "kills"),
-    [("mpich", 5), ("openmpi", 2), pytest.param("mpich", 20, marks=full), pytest.param("openmpi", 20, marks=full)],
+    [("mpich", 3), ("openmpi", 2), pytest.param("mpich", 20, marks=full), pytest.param("openmpi", 20, marks=full)],
 )
 def test_every_sample_counts_once_in_a_job_that_is_killed_and_resized(mpi, kills, tmp_path):
     file = tmp_path / "hosts"
