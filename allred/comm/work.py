@@ -21,6 +21,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from allred import world
+from allred.cluster import mpi_progress
 from allred.comm.header import OpDescriptor
 from allred.errors import AllredError, InputError
 from allred.gpu.launch_order import LaunchTurn
@@ -335,6 +336,7 @@ class WorkQueue:
                     time.sleep(min(_SLEEP_SHARE * (now - last_progress), _LONGEST_SLEEP_S))
                 else:
                     pending.spin_wait()
+                mpi_progress.advance()
                 before, now = now, time.perf_counter()
                 if peers:
                     self.waited_for_peers_s += now - before

@@ -50,6 +50,7 @@ variants: tuple[str, ...] = _kernels.variants() if available else ()
 arm_exit: Callable[..., bool] | None = getattr(_kernels, "arm_exit", None)  # see csrc/python/exit.h
 alarm: Callable[[float, float, str, str, int], bool] | None = getattr(_kernels, "alarm", None)  # see csrc/alarm.h
 cancel_alarm: Callable[[], None] | None = getattr(_kernels, "cancel_alarm", None)
+report_mpi_call: Callable[[int, int], bool] = getattr(_kernels, "report_mpi_call", lambda number, fd: False)
 Mailbox: Any = getattr(_kernels, "Mailbox", None)  # see csrc/mailbox.h
 mailbox_bytes: Callable[[int, int], int] | None = getattr(_kernels, "mailbox_bytes", None)
 

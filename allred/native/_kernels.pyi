@@ -56,6 +56,9 @@ def arm_exit(
     """Set what this process does at exit (csrc/python/exit.h). mpi: the addresses of MPI_Finalized, MPI_Finalize and
     MPI_Abort, and the handle of the communicator to abort. False if libc has no on_exit()."""
 
+def report_mpi_call(number: int, fd: int, /) -> bool:
+    """Before the handler of signal `number` runs, write a line such as "MPI Send" to `fd` if the thread is inside MPI."""
+
 def arena_open(numpy_api: Any, fd: int, offset: int, memory: Any, /) -> bool:
     """Make `memory` the arena of this process (csrc/arena.h); once. numpy_api: the capsule _ARRAY_API. memory: a
     mapping of `fd` from `offset`, which is never released. False if this numpy is not known, or there is no memory."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from allred.cluster import mpi_progress
 from allred.comm.work import Pending, Polled, Steps, WorkQueue, spin_wait
 from allred.watch.wait import Awaited, Wait
 
@@ -102,6 +103,7 @@ def wait_until(title: str, done: Callable[[], bool], quiet: bool = True) -> None
     """Wait until `done()` is true, without a time limit. quiet: there is no warning of a long wait."""
     start, wait = time.monotonic(), Wait(title, quiet)
     while not spin_wait(done):
+        mpi_progress.advance()
         waited_s = time.monotonic() - start
         if waited_s > _AWAKE_S:
             wait.report(waited_s, peers=False)

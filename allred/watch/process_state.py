@@ -1,6 +1,7 @@
 """The state of another process: its stack, whether it is stopped, and how it ended.
 
-A rank writes its own Python stack into a pipe on a signal, with faulthandler, also while the interpreter runs C code.
+On a signal, a rank writes its own Python stack into a pipe, with faulthandler, also while the interpreter runs C code;
+before that the name of the MPI function that it is in, if any.
 """
 
 import contextlib
@@ -24,6 +25,7 @@ _LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "prterun", "orterun", "srun"
 _DAEMONS = ("hydra_pmi_proxy", "prted", "orted")  # which mpirun starts on every node
 _ENDED = ("?", "Z", "X")  # states; "?": there is no such process
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
+_MPI_CALL = re.compile(r"^MPI \w+$", re.MULTILINE)  # a line of csrc/python/mpi_call.c
 _LIBRARY = re.compile(r"/lib/python|/site-packages/|/allred/|^<frozen")
 
 
@@ -175,13 +177,16 @@ def program_line(stack: str) -> str:
 
     >>> program_line('File "/lib/python3.11/threading.py", line 9 in wait\\nFile "/home/me/train.py", line 87 in step')
     'in Python at train.py:87 (step), in wait of threading.py'
+    >>> program_line('MPI Send_c\\nFile "/home/me/train.py", line 87 in step')
+    'in MPI Send at train.py:87 (step)'
     """
     frames = _FRAME.findall(stack)
     if not frames:
         return "running, but not in Python, or without an answer"
     path, line, function = frame = (_user_frames(stack) or frames[-1:])[0]
     inner = "" if frame == frames[0] else f", in {frames[0][2]} of {os.path.basename(frames[0][0])}"
-    return f"in Python at {os.path.basename(path)}:{line} ({function}){inner}"
+    where = "Python" if (call := _MPI_CALL.search(stack)) is None else call[0].removesuffix("_c")
+    return f"in {where} at {os.path.basename(path)}:{line} ({function}){inner}"
 
 
 def _user_frames(stack: str) -> list[tuple[str, str, str]]:

@@ -20,6 +20,7 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from allred import native
 from allred.errors import AllredError, CollectiveTimeout, RemoteRankError
 from allred.runtime import timings
 from allred.runtime.stderr import rank_warning
@@ -80,6 +81,7 @@ class WatcherClient:
             signal.signal(self._stack, signal.SIG_IGN)  # the handler that faulthandler restores
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         faulthandler.register(self._stack, self._pipe[1], all_threads=False)
+        native.report_mpi_call(self._stack, self._pipe[1])
         hello = {**hello, "stack_signal": self._stack}
         pidfd = os.pidfd_open(self._pid)
         try:

@@ -5,6 +5,7 @@
 #include "binding.h"
 #include "crc.h"
 #include "exit.h"
+#include "mpi_call.h"
 #include "reduce.h"
 #include "scan.h"
 #include "segment.h"
@@ -285,6 +286,12 @@ static PyObject *cancel_alarm(PyObject *self, PyObject *unused) {
   Py_RETURN_NONE;
 }
 
+static PyObject *report_mpi_call(PyObject *self, PyObject *args) {
+  int number, fd;
+  if (!PyArg_ParseTuple(args, "ii:report_mpi_call", &number, &fd)) return NULL;
+  return PyBool_FromLong(allred_report_mpi_call(number, fd) == 0);
+}
+
 static PyMethodDef methods[] = {
     /* native/_kernels.pyi has the signatures */
     METHOD("pack", pack, METH_VARARGS, "Copy the tensors' bytes, in order and without gaps, to the buffer."),
@@ -318,6 +325,8 @@ static PyMethodDef methods[] = {
     METHOD("alarm", set_alarm, METH_VARARGS, "Start a thread that warns about a long wait; see alarm.h."),
     METHOD("cancel_alarm", cancel_alarm, METH_NOARGS, "End the thread of alarm()."),
     METHOD("arm_exit", arm_exit, METH_VARARGS, "Set what this process does at exit; False if libc cannot. See exit.h."),
+    METHOD("report_mpi_call", report_mpi_call, METH_VARARGS,
+           "Write the MPI function of a thread on a signal; see mpi_call.h."),
     {NULL, NULL, 0, NULL}};
 
 static int add_types(PyObject *module) {

@@ -18,6 +18,10 @@ STALLS = {  # what the culprit does, and how the others are told of it
         "import ctypes; m = ctypes.create_string_buffer(64); [*map(ctypes.PyDLL(None).pthread_mutex_lock, (m, m))]",
         r"in Python at <string>:11 \(culprit\)",
     ),
+    "receives by MPI": (
+        "from mpi4py import MPI; MPI.COMM_WORLD.Recv(bytearray(8), source=MPI.ANY_SOURCE, tag=7)",
+        r"in MPI Recv at <string>:11 \(culprit\)",
+    ),
     "is stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", r"stopped \(kill -CONT \d+ continues it\)"),
 }
 WITHOUT_EXTENSION = "sys.modules['allred.native._kernels'] = None"
