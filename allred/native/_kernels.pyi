@@ -57,7 +57,7 @@ def arm_exit(
     MPI_Abort, and the handle of the communicator to abort. False if libc has no on_exit()."""
 
 def report_mpi_call(number: int, fd: int, /) -> bool:
-    """Before the handler of signal `number` runs, write a line such as "MPI Send" to `fd` if the thread is inside MPI."""
+    """Before the handler of signal `number` runs, write a line such as "MPI Send" to `fd` if the thread is in MPI."""
 
 def arena_open(numpy_api: Any, fd: int, offset: int, memory: Any, /) -> bool:
     """Make `memory` the arena of this process (csrc/arena.h); once. numpy_api: the capsule _ARRAY_API. memory: a
