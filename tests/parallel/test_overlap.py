@@ -170,7 +170,8 @@ def test_a_rank_without_a_free_core_sends_in_the_step(rank, size, monkeypatch, s
     here, computes = world.current(), computes and rank == size - 1
     monkeypatch.setattr(here, "config", dataclasses.replace(here.config, overlap=setting))
     monkeypatch.setattr(here, "cores", cores)
-    monkeypatch.setattr(processors, "runnable_s", lambda: (0.9 if computes else 0.1) * time.perf_counter())
+    # Far from the limit of a half: the rank may lose its core between the readings of the two clocks.
+    monkeypatch.setattr(processors, "runnable_s", lambda: (1e6 if computes else 0.0) * time.perf_counter())
     opt, params, expected = allred.distributed(allred.optim.SGD(lr=1.0), bucket_bytes=4096), params_of(), params_of()
     for step in range(FIRST + 3):
         grads = grads_of(rank, step)
