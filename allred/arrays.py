@@ -16,9 +16,13 @@ from allred.errors import InputError
 Array = NDArray[Any]
 
 # The index of a dtype is its code on the wire; append only.
-DTYPES = (*("bool", "uint8", "int8", "int16", "int32", "int64"), *("float16", "bfloat16", "float32", "float64"))
+DTYPES = (
+    *("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"),
+    *("uint16", "uint32", "uint64", "complex64", "complex128"),
+)
 _CODES = {name: code for code, name in enumerate(DTYPES)}
-_FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
+_COMPLEX = frozenset({"complex64", "complex128"})
+_FLOATS = frozenset({"float16", "bfloat16", "float32", "float64", *_COMPLEX})
 _HALVES = frozenset({"float16", "bfloat16"})
 
 
@@ -32,12 +36,25 @@ def dtype_code(dtype: np.dtype[Any]) -> int:
     """Code of a dtype in headers. Raises InputError for an unsupported dtype."""
     code = _CODES.get(name_of(dtype))
     if code is None:
-        raise InputError(f"dtype {dtype.name} is not supported; use one of {', '.join(DTYPES)}")
+        raise InputError(f"dtype {dtype} is not supported here; use one of {', '.join(DTYPES)}")
     if not dtype.isnative:
         raise InputError(
             f"dtype {dtype.str} is byte-swapped; convert it with array.astype(array.dtype.newbyteorder('='))"
         )
     return code
+
+
+OTHER_DTYPE = 254  # in headers: elements that are copied only, of a dtype that is in the title
+
+
+def copied_code(dtype: np.dtype[Any]) -> int:
+    """As `dtype_code`, for elements that are copied and not reduced: also longdouble, dates, strings of fixed width and
+    records. Raises InputError for Python objects."""
+    if name_of(dtype) in _CODES:
+        return dtype_code(dtype)
+    if dtype.hasobject or not dtype.itemsize:
+        raise InputError(f"dtype {dtype} has no bytes to send; use broadcast_object or allgather_object")
+    return OTHER_DTYPE
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
@@ -53,8 +70,32 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 
 def is_float(dtype: np.dtype[Any]) -> bool:
-    """Whether the dtype is one of float16, bfloat16, float32, float64."""
+    """Whether the dtype is one of float16, bfloat16, float32, float64, complex64, complex128."""
     return name_of(dtype) in _FLOATS
+
+
+def is_complex(dtype: np.dtype[Any]) -> bool:
+    """Whether the dtype is complex64 or complex128."""
+    return name_of(dtype) in _COMPLEX
+
+
+def view_as_real(array: Array) -> Array:
+    """Return complex numbers as floats: a view over the same memory with one more dimension, (real, imaginary). Return
+    any other array itself.
+
+    >>> view_as_real(np.array([1 + 2j, 3]))
+    array([[1., 2.],
+           [3., 0.]])
+    """
+    if not is_complex(array.dtype):
+        return array
+    real, half = array.real, array.itemsize // 2
+    return np.lib.stride_tricks.as_strided(real, (*array.shape, 2), (*array.strides, half))
+
+
+def view_as_complex(parts: Array) -> Array:
+    """Return contiguous floats (..., 2) as complex numbers, a view over the same memory; the inverse of `parts`."""
+    return parts.view(np.result_type(parts.dtype, np.complex64))[..., 0]
 
 
 def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -73,7 +114,7 @@ def can_hold(dtype: np.dtype[Any], values: Array) -> bool:
     """
     if dtype == values.dtype:
         return True
-    if is_float(values.dtype) and not is_float(dtype):
+    if (is_float(values.dtype) and not is_float(dtype)) or (is_complex(values.dtype) and not is_complex(dtype)):
         return False
     with np.errstate(over="ignore", invalid="ignore"):
         cast = values.astype(dtype)
@@ -181,7 +222,7 @@ def as_buffer(array: Array) -> Array:
 
 def describe(shape: tuple[int, ...], dtype: np.dtype[Any]) -> str:
     """Description of a tensor in errors: `float32 (64, 10)`."""
-    return f"{name_of(dtype)} {shape}".replace("'", "")
+    return f"{name_of(dtype) if name_of(dtype) in _CODES else dtype} {shape}".replace("'", "")
 
 
 def amount(nbytes: float) -> str:

@@ -171,6 +171,35 @@
   MAKE(name##_min, HALVES, WIDE, LOAD, STORE, WIDE_MIN, UNSIGN_ZERO)                                                   \
   MAKE(name##_max, HALVES, WIDE, LOAD, STORE, WIDE_MAX, UNSIGN_ZERO)
 
+/* The other kernels of unsigned integers are those of signed ones. */
+#define UNSIGNED_INTEGER(name, T)                                                                                      \
+  KERNEL(name##_min, T, T, KEEP, KEEP, MIN, KEEP)                                                                      \
+  KERNEL(name##_max, T, T, KEEP, KEEP, MAX, KEEP)
+
+/* Complex numbers: sums are those of their parts. */
+#define OF_PARTS(name, part_kernel)                                                                                    \
+  static void VARIANT(name)(void *out, const void *const *sources, int sources_count, size_t count, int divisor) {     \
+    VARIANT(part_kernel)(out, sources, sources_count, 2 * count, divisor);                                             \
+  }
+#define COMPLEX(name, part, T)                                                                                         \
+  OF_PARTS(name##_sum, part##_sum)                                                                                     \
+  OF_PARTS(name##_average, part##_average)                                                                             \
+  static void VARIANT(name##_product)(void *out, const void *const *sources, int sources_count, size_t count,          \
+                                      int divisor) {                                                                   \
+    typedef T stored __attribute__((aligned(1), may_alias));                                                           \
+    stored *to = out;                                                                                                  \
+    (void)divisor;                                                                                                     \
+    for (size_t i = 0; i < 2 * count; i += 2) {                                                                        \
+      T real = ((const stored *)sources[0])[i], imaginary = ((const stored *)sources[0])[i + 1];                       \
+      for (int source = 1; source < sources_count; source++) {                                                         \
+        const stored *next = (const stored *)sources[source] + i;                                                      \
+        const T product = real * next[0] - imaginary * next[1];                                                        \
+        imaginary = real * next[1] + imaginary * next[0], real = product;                                              \
+      }                                                                                                                \
+      to[i] = real, to[i + 1] = imaginary;                                                                             \
+    }                                                                                                                  \
+  }
+
 #define INTEGER(name, T, UNSIGNED)                                                                                     \
   KERNEL(name##_sum, UNSIGNED, UNSIGNED, KEEP, KEEP, ADD, KEEP)                                                        \
   KERNEL(name##_product, UNSIGNED, UNSIGNED, KEEP, KEEP, MULTIPLY_UNSIGNED, KEEP)                                      \
@@ -180,6 +209,9 @@
 /* The kernels of a dtype by operator code; code 0 does not exist. */
 #define ROW(name) VARIANT(name##_sum), VARIANT(name##_min), VARIANT(name##_max), VARIANT(name##_product)
 #define INTEGER_ROW(name) {NULL, NULL, ROW(name)}
+#define UNSIGNED_ROW(name, signed_name)                                                                                \
+  {NULL, NULL, VARIANT(signed_name##_sum), VARIANT(name##_min), VARIANT(name##_max), VARIANT(signed_name##_product)}
+#define COMPLEX_ROW(name) {NULL, VARIANT(name##_average), VARIANT(name##_sum), NULL, NULL, VARIANT(name##_product)}
 #define FLOAT_ROW(name) {NULL, VARIANT(name##_average), ROW(name)}
 
 /* ---- the variants */
@@ -264,13 +296,18 @@ int allred_narrows(int dtype, int wire) {
 int allred_sum_dtype(int dtype) { return dtype == ALLRED_FLOAT16 || dtype == ALLRED_BFLOAT16 ? ALLRED_FLOAT32 : dtype; }
 
 size_t allred_dtype_bytes(int dtype) {
-  static const size_t bytes[ALLRED_DTYPES] = {1, 1, 1, 2, 4, 8, 2, 2, 4, 8};
+  static const size_t bytes[ALLRED_DTYPES] = {1, 1, 1, 2, 4, 8, 2, 2, 4, 8, 2, 4, 8, 8, 16};
   return bytes[dtype];
+}
+
+int allred_part_dtype(int dtype) {
+  return dtype == ALLRED_COMPLEX64 ? ALLRED_FLOAT32 : dtype == ALLRED_COMPLEX128 ? ALLRED_FLOAT64 : dtype;
 }
 
 int allred_can_weigh(int dtype, double weight) {
   if (dtype == ALLRED_FLOAT16 || dtype == ALLRED_BFLOAT16) return 0;
-  return dtype == ALLRED_FLOAT32 || dtype == ALLRED_FLOAT64 || weight == 0 || weight == 1;
+  const int part = allred_part_dtype(dtype);
+  return part == ALLRED_FLOAT32 || part == ALLRED_FLOAT64 || weight == 0 || weight == 1;
 }
 
 #define WEIGH(name, T)                                                                                                 \
@@ -288,7 +325,7 @@ void allred_weigh(void *out, const void *in, size_t bytes, int dtype, double wei
     memset(out, 0, bytes);
   else if (weight == 1)
     memcpy(out, in, bytes);
-  else if (dtype == ALLRED_FLOAT64)
+  else if (allred_part_dtype(dtype) == ALLRED_FLOAT64)
     weigh_double(out, in, bytes / sizeof(double), weight);
   else
     weigh_float(out, in, bytes / sizeof(float), (float)weight);

@@ -16,6 +16,11 @@ enum {
   ALLRED_BFLOAT16,
   ALLRED_FLOAT32,
   ALLRED_FLOAT64,
+  ALLRED_UINT16,
+  ALLRED_UINT32,
+  ALLRED_UINT64,
+  ALLRED_COMPLEX64,
+  ALLRED_COMPLEX128,
   ALLRED_DTYPES
 };
 enum { ALLRED_AVERAGE = 1, ALLRED_SUM, ALLRED_MIN, ALLRED_MAX, ALLRED_PRODUCT, ALLRED_OPS };
@@ -24,7 +29,8 @@ enum { ALLRED_AVERAGE = 1, ALLRED_SUM, ALLRED_MIN, ALLRED_MAX, ALLRED_PRODUCT, A
  * out[i] = finish(sources[0][i] op sources[1][i] op ...), strictly in the order of the sources; there is at least one.
  * finish() divides an Average by `divisor` (1 to 2**24, exact as a float), turns -0.0 into 0.0 after Min and Max of
  * floats, and rounds float16 and bfloat16, which are computed in float32, once, to nearest even. Integers wrap around;
- * bools are bytes 0 and 1; a NaN in any source gives NaN.
+ * bools are bytes 0 and 1; a NaN in any source gives NaN. Complex numbers have no Min and Max; a product is
+ * (ac - bd) + (ad + bc)i, each part rounded after each operation.
  *
  * `out` is exactly one of the sources, or overlaps none. No array needs to be aligned. Every variant gives the same
  * bits as numpy; only which of several NaNs results may differ.
@@ -35,8 +41,8 @@ typedef void (*allred_reduce)(void *out, const void *const *sources, int sources
 typedef void (*allred_narrow)(void *out, const void *in, size_t count);
 
 /*
- * out[i] = in[i] * weight. float32 and float64 only: the weight is rounded to the dtype, and so is each product. With
- * the weights 0 and 1 integers too: 1 copies, and 0 gives zeros, also of NaN. The arrays do not overlap.
+ * out[i] = in[i] * weight. float32, float64 and complex only: the weight is rounded to the dtype, and so is each
+ * product. With the weights 0 and 1 integers too: 1 copies, and 0 gives zeros, also of NaN. The arrays do not overlap.
  */
 void allred_weigh(void *out, const void *in, size_t bytes, int dtype, double weight);
 
@@ -45,6 +51,9 @@ int allred_can_weigh(int dtype, double weight);
 
 /* The dtype in which numbers are summed between hosts: float32 for float16 and bfloat16, else their own. */
 int allred_sum_dtype(int dtype);
+
+/* The dtype of the two parts of a complex number; any other dtype itself. */
+int allred_part_dtype(int dtype);
 
 /* Bytes of an element. */
 size_t allred_dtype_bytes(int dtype);

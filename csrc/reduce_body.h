@@ -66,10 +66,15 @@ INTEGER(int8, int8_t, uint8_t)
 INTEGER(int16, int16_t, uint16_t)
 INTEGER(int32, int32_t, uint32_t)
 INTEGER(int64, int64_t, uint64_t)
+UNSIGNED_INTEGER(uint16, uint16_t)
+UNSIGNED_INTEGER(uint32, uint32_t)
+UNSIGNED_INTEGER(uint64, uint64_t)
 HALF_FLOATING(VECTOR_KERNEL, float16, VARIANT(float16_to_wide), VARIANT(wide_to_float16))
 HALF_FLOATING(VECTOR_KERNEL, bfloat16, VARIANT(bfloat16_to_wide), VARIANT(wide_to_bfloat16))
 FLOATING(float32, float)
 FLOATING(float64, double)
+COMPLEX(complex64, float32, float)
+COMPLEX(complex128, float64, double)
 HALF_FLOATING(INTO_WIDE, float16_into_float32, VARIANT(float16_to_wide), KEEP)
 HALF_FLOATING(INTO_WIDE, bfloat16_into_float32, VARIANT(bfloat16_to_wide), KEEP)
 HALF_FLOATING(INTO_DOUBLES, float16_into_float64, VARIANT(float16_to_wide), WIDE_TO_DOUBLES)
@@ -90,6 +95,11 @@ static const allred_reduce VARIANT(kernels)[ALLRED_DTYPES][ALLRED_OPS] = {
     FLOAT_ROW(bfloat16),
     FLOAT_ROW(float32),
     FLOAT_ROW(float64),
+    UNSIGNED_ROW(uint16, int16),
+    UNSIGNED_ROW(uint32, int32),
+    UNSIGNED_ROW(uint64, int64),
+    COMPLEX_ROW(complex64),
+    COMPLEX_ROW(complex128),
 };
 
 /* Indexed by the narrow type, then by the wide type. */

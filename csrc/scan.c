@@ -92,5 +92,6 @@ int allred_all_finite(const void *data, size_t bytes, int dtype, int variant) {
                                                   [ALLRED_BFLOAT16] = 0x7f7f,
                                                   [ALLRED_FLOAT32] = 0x7f7fffff,
                                                   [ALLRED_FLOAT64] = 0x7fefffff};
+  dtype = allred_part_dtype(dtype);
   return !largest[dtype] || !allred_exceeds(data, bytes, (int)allred_dtype_bytes(dtype), largest[dtype], variant);
 }

@@ -28,7 +28,7 @@ uint64_t allred_hash(const void *data, size_t bytes);
  */
 int allred_exceeds(const void *data, size_t bytes, int element_bytes, uint32_t limit, int variant);
 
-/* Whether all elements of a dtype of reduce.h are finite; 1 for integers and bools. */
+/* Whether all elements of a dtype of reduce.h are finite, both parts of complex numbers; 1 for integers and bools. */
 int allred_all_finite(const void *data, size_t bytes, int dtype, int variant);
 
 #endif

@@ -18,11 +18,7 @@ from allred import arrays
 from allred.arrays import Array
 from allred.errors import CheckpointError, InputError
 
-# All dtypes of numpy and of safetensors 0.4. The collectives support fewer: random generators have uint32 keys.
-DTYPES = frozenset(
-    {"bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"}
-    | {"float16", "bfloat16", "float32", "float64"}
-)
+DTYPES = frozenset(arrays.DTYPES)
 _PICKLED_NAME = ""  # a nest that is a single array has this name too; its slots "state" and "extra" are escaped
 _STATE, _EXTRA = "state", "extra"
 _ESCAPE = "\0"  # prefix of slot names that the format reserves, and of names that begin with it

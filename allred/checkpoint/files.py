@@ -186,7 +186,7 @@ def read_shard(who: str, directory: pathlib.Path, shard: ShardInfo, destination:
     if any(entry.dtype == "bfloat16" for entry in shard.entries):
         _register_bfloat16(who, path)
     entries = {entry.key: entry for entry in shard.entries}
-    expected = {key: f"{entry.dtype} {entry.stored_shape}" for key, entry in entries.items()}
+    expected = {key: tensor_file.described(entry.dtype, entry.stored_shape) for key, entry in entries.items()}
     with file_errors(f"{who}: reading", path), open(path, "rb", buffering=0) as file:
         reader = tensor_file.Reader(file)
         problem = reader.read(expected, lambda key: destination(entries[key]))

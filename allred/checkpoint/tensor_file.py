@@ -24,6 +24,7 @@ _DTYPES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32",
     "uint64": "U64", "int64": "I64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
 }  # fmt: skip
+_PARTS = {"complex64": "float32", "complex128": "float64"}
 _NAMES = {stored: name for name, stored in _DTYPES.items()}
 
 
@@ -34,8 +35,8 @@ def write(file: BinaryIO, tensors: Mapping[str, Array]) -> int:
     ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
     for key, array in ordered:
         stop = position + array.nbytes
-        dtype = _DTYPES[arrays.name_of(array.dtype)]
-        header[key] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [position, stop]}
+        name, shape = _stored(arrays.name_of(array.dtype), array.shape)
+        header[key] = {"dtype": _DTYPES[name], "shape": list(shape), "data_offsets": [position, stop]}
         position = stop
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
@@ -46,6 +47,17 @@ def write(file: BinaryIO, tensors: Mapping[str, Array]) -> int:
             checksum = native.crc32(left[:count], checksum)
             left = left[count:]
     return checksum
+
+
+def _stored(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """Return dtype and shape in a file. Complex numbers are floats (..., 2) there, because safetensors lacks them."""
+    return _PARTS.get(name, name), (*shape, 2) if name in _PARTS else shape
+
+
+def described(name: str, shape: tuple[int, ...]) -> str:
+    """Describe a tensor for `Reader.read`."""
+    name, shape = _stored(name, shape)
+    return f"{name} {shape}"
 
 
 def _bytes_of(array: Array) -> memoryview:
@@ -62,7 +74,7 @@ class Reader:
     def read(self, expected: Mapping[str, str], destination: Callable[[str], Array]) -> str:
         """Read all tensors. Return how the file differs from what is expected; "" if it does not.
 
-        expected: dtype and shape of each tensor by its key, such as "float32 (2, 3)". destination: returns the array to
+        expected: `described` of each tensor by its key, such as "float32 (2, 3)". destination: returns the array to
         fill for a key: contiguous and writable.
         """
         length = np.zeros(1, "<u8")

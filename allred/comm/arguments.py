@@ -125,7 +125,7 @@ def array_descriptor(
     compression: Compression = Compression.none,
 ) -> OpDescriptor:
     """Return the descriptor of an operation on one array. Raises InputError if its arguments cannot be used."""
-    arrays.dtype_code(array.dtype)  # raises
+    (arrays.copied_code if op is _NO_OP else arrays.dtype_code)(array.dtype)  # raises
     if op is not _NO_OP and (problem := ops.refusal(op, array.dtype)):
         raise InputError(problem)
     _check_compression(compression)
@@ -150,7 +150,7 @@ def _descriptor(
     tensor = arrays.describe(shape, dtype)
     title = f"{kind}({how}){quoted(name)} {tensor}"
     op_code = ops.CODES[op] | compression.value << header.WIRE_SHIFT if op is not None else 0
-    code = arrays.dtype_code(dtype)
+    code = arrays.copied_code(dtype)
     hashed = ((code, shape),) if kind == "allreduce" else None
     return OpDescriptor(kind, name, title, arrays=hashed, op=op_code, dtype=code, root=root, rows=rows, nbytes=nbytes)
 

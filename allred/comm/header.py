@@ -7,7 +7,7 @@ descriptors, and `verdict` makes one error of these, with the same text on all r
     8   kind       u8    see KINDS
     9   op         u8    reduction, 0 if none; next 3 bits: wire dtype of float32 and float64, 0: uncompressed;
                          upper bit: each rank's arrays are multiplied by its weight
-    10  dtype      u8    arrays.DTYPES, 255 if none
+    10  dtype      u8    arrays.DTYPES, 254 if another one that is copied only, 255 if none
     11  problem    u8    1: the arguments of this rank cannot be used; no bytes are moved
     12  root       i32   -1 if none
     16  name       u64   hash of the tensor's name

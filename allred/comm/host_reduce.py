@@ -85,7 +85,8 @@ def _weigh(array: Array, weight: float) -> None:
     if weight == 0:
         array[...] = 0
     elif weight != 1:
-        np.multiply(array, weight, out=array)
+        numbers = arrays.view_as_real(array)
+        np.multiply(numbers, weight, out=numbers)
 
 
 class HostReductions(Group):

@@ -30,16 +30,16 @@ class ReduceOp(enum.Enum):
 
 
 Average = ReduceOp.AVERAGE
-"""The sum divided by the number of ranks; of floating point only."""
+"""The sum divided by the number of ranks; of floats and complex numbers only."""
 
 Sum = ReduceOp.SUM
 """Integers wrap around; the 16-bit floats are summed in float32 and rounded once."""
 
 Min = ReduceOp.MIN
-"""The smallest; of bool: all. A NaN on any rank makes the element NaN."""
+"""The smallest; of bool: all. A NaN on any rank makes the element NaN. Not of complex numbers."""
 
 Max = ReduceOp.MAX
-"""The largest; of bool: any. A NaN on any rank makes the element NaN."""
+"""The largest; of bool: any. A NaN on any rank makes the element NaN. Not of complex numbers."""
 
 Product = ReduceOp.PRODUCT
 """Of bool: all. Integers wrap around; the 16-bit floats are multiplied in float32 and rounded once."""
@@ -53,6 +53,8 @@ def refusal(op: Any, dtype: np.dtype[Any]) -> str | None:
         return f"op={op!r} is not a reduction; use allred.Average, Sum, Min, Max or Product"
     if arrays.name_of(dtype) == "bool" and op in (ReduceOp.SUM, ReduceOp.AVERAGE):
         return f"{op.value} of bool is not defined; use allred.Max for 'any', allred.Min for 'all', or cast to int32"
+    if op in (ReduceOp.MIN, ReduceOp.MAX) and arrays.is_complex(dtype):
+        return f"{op.value} of {dtype.name} is not defined: complex numbers have no order; reduce abs(x) or x.real"
     if op is ReduceOp.AVERAGE and not arrays.is_float(dtype):
         return f"Average of {dtype.name} is not defined (it would round); use op=allred.Sum, or cast to float32"
     return None

@@ -159,7 +159,7 @@ def _checked(convert: Callable[[], Array]) -> tuple[Array, bytes, bool]:
     """Return an array, the text of its record, and whether that is a problem: then the array is empty."""
     try:
         array = convert()
-        arrays.dtype_code(array.dtype)
+        arrays.copied_code(array.dtype)
     except Exception as error:
         problem = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
         return np.empty(0, np.uint8), problem.encode()[:500], True

@@ -377,7 +377,11 @@ def _rounded(made: Any, dtype: np.dtype[Any]) -> Any:
 def squares(parts: Sequence[tuple[Any, int, int]]) -> float:
     """Sum of squares of floats in float64, where squares of float32 never overflow; without a copy of a whole array.
     parts: (array, start, stop): elements start to stop - 1 of the array in C order."""
-    here = [arrays.flat(value)[low:high] for value, low, high in parts if not is_device(value)]
+    here = [
+        arrays.view_as_real(arrays.flat(value)[low:high]).reshape(-1)
+        for value, low, high in parts
+        if not is_device(value)
+    ]
     total = float(sum(np.einsum("i,i->", flat, flat, dtype=np.float64) for flat in here))
     there = [part for part in parts if is_device(part[0])]
     return total + squares_on_gpu(there) if there else total

@@ -107,7 +107,9 @@ def _match_leaves(params: list[nest.Leaf], grads: list[nest.Leaf]) -> Matched:
         got = expected if grad is None else tensor_of(name, grad)
         if got.shape != expected.shape:
             raise InputError(f"the gradient of {expected} has shape {got.shape}")
-        tensors.append(expected if isinstance(grad, (int, float)) else got)  # Python numbers have no dtype
+        if arrays.is_complex(got.dtype) and not arrays.is_complex(expected.dtype):
+            raise InputError(f"the gradient of {expected} is {got.dtype}; pass its real part")
+        tensors.append(expected if isinstance(grad, (int, float, complex)) else got)  # Python numbers have no dtype
     return tensors, [leaf for _, leaf in params], [grad for _, grad in grads], "", False
 
 

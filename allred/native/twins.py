@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from allred.arrays import DTYPES, Array, pairs_sharing_memory
+from allred.arrays import DTYPES, Array, is_complex, pairs_sharing_memory, view_as_complex, view_as_real
 
 # The constants of hashes (csrc/scan.h), and the bytes per block: numpy's temporaries for a block stay in the cache.
 _HASH_A, _HASH_B = np.uint32(0x9E3779B1), np.uint32(0x85EBCA77)
@@ -14,6 +14,7 @@ _AT_ONCE_BYTES = 2**18
 
 # The operators by their codes (allred/comm/ops.py).
 _AVERAGE, _SUM, _MIN, _MAX, _PRODUCT = range(1, 6)
+_REFUSED = {"b": (_AVERAGE, _SUM), "i": (_AVERAGE,), "u": (_AVERAGE,), "c": (_MIN, _MAX)}  # by the kind of a dtype
 _FUNCTIONS: dict[int, Any] = {_AVERAGE: np.add, _SUM: np.add, _MIN: np.minimum, _MAX: np.maximum, _PRODUCT: np.multiply}
 
 
@@ -53,9 +54,10 @@ def reduce(
     with np.errstate(all="ignore"):
         result = _widened(sources[0], dtype)
         for source in sources[1:]:
-            result = _FUNCTIONS[op_code](result, _widened(source, dtype))
+            result = _combined(op_code, result, _widened(source, dtype))
         if op_code == _AVERAGE:
-            result = result / result.dtype.type(divisor)
+            numbers = view_as_real(result)
+            np.divide(numbers, numbers.dtype.type(divisor), out=numbers)
         elif op_code in (_MIN, _MAX) and "float" in dtype:
             result = result + result.dtype.type(0)  # -0.0 becomes 0.0
         _bytes(out)[:] = _narrowed(result, DTYPES[into]).view(np.uint8)
@@ -205,6 +207,13 @@ def _matches(tensor: Any, param: Any, grad: Any) -> bool:
     )
 
 
+def _combined(op_code: int, one: Array, other: Array) -> Array:
+    if op_code == _PRODUCT and is_complex(one.dtype):  # np.multiply may round once where C rounds twice
+        (a, b), (c, d) = (one.real, one.imag), (other.real, other.imag)
+        return view_as_complex(np.stack([a * c - b * d, a * d + b * c], axis=-1))
+    return _FUNCTIONS[op_code](one, other)  # type: ignore[no-any-return]
+
+
 def _widened(array: Array, dtype: str) -> Array:
     memory = _bytes(array)
     if dtype == "bfloat16":  # the upper half of a float32
@@ -222,7 +231,8 @@ def _narrowed(result: Array, dtype: str) -> Array:
 
 def _check_reduction(sources: list[Array], out: Array, dtype_code: int, op_code: int, divisor: int, into: int) -> None:
     dtype = DTYPES[dtype_code] if 0 <= dtype_code < len(DTYPES) else ""
-    refused = (dtype == "bool" and op_code == _SUM) or ("float" not in dtype and op_code == _AVERAGE)
+    kind = "f" if dtype == "bfloat16" else np.dtype(dtype or "bool").kind
+    refused = op_code in _REFUSED.get(kind, ())
     if not dtype or op_code not in _FUNCTIONS or refused or not (into == dtype_code or narrows(into, dtype_code)):
         what = f"for dtype {dtype_code}" if into == dtype_code else f"from dtype {dtype_code} into dtype {into}"
         raise ValueError(f"operator {op_code} is not defined {what}")

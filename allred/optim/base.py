@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from allred import native
-from allred.arrays import Array
+from allred.arrays import Array, view_as_complex, view_as_real
 from allred.errors import InputError
 from allred.gpu import kernels
 from allred.nest import Leaf, leaves, structure
@@ -39,10 +39,11 @@ def compute_dtype(tensor: Array) -> np.dtype[Any]:
 
 
 def is_float_tensor(value: Any) -> bool:
-    """Whether `value` is a numpy or cupy array of floats, bfloat16 (a user-defined dtype in NumPy) included."""
+    """Whether `value` is a numpy or cupy array of floats, bfloat16 (a user-defined dtype in NumPy) included, or of
+    complex numbers."""
     if not (hasattr(value, "__array_ufunc__") and hasattr(value, "shape")):  # numpy scalars lack the first attribute
         return False
-    return bool(value.dtype.kind == "f" or value.dtype.name == "bfloat16")
+    return bool(value.dtype.kind in "fc" or value.dtype.name == "bfloat16")
 
 
 def describe(value: Any) -> str:
@@ -70,7 +71,13 @@ def check_writable(who: str, what: str, value: Any) -> None:
 
 def check_gradient(who: str, name: str, param: Array, grad: Any) -> None:
     """Raise InputError unless `grad` can be the gradient of `param`."""
-    number = isinstance(grad, (float, int, np.floating))
+    number = isinstance(grad, (float, int, complex, np.inexact))
+    if (
+        np.iscomplexobj(grad) if number else is_float_tensor(grad) and grad.dtype.kind == "c"
+    ) and param.dtype.kind != "c":
+        raise InputError(
+            f"{who}: the gradient of {name!r} is complex, but its parameter is {describe(param)}; pass the real part"
+        )
     if not number and not is_float_tensor(grad):
         raise InputError(
             f"{who}: the gradient of {name!r} must be an array of floats, but is {describe(grad)}; convert it first"
@@ -183,7 +190,7 @@ class Optimizer(ABC):
         """Apply one gradient to one tensor: change `param` and the arrays in `slots` in place, and nothing else.
 
         Arguments:
-            param: array of any float dtype.
+            param: array of any float dtype. Complex numbers (...) are passed as floats (..., 2).
             grad: array of the same shape, in the dtype `compute_dtype(param)`; must not be changed.
             slots: result of `slots(param)`, changed by earlier updates.
             lr: learning rate of this step.
@@ -214,9 +221,11 @@ class Optimizer(ABC):
         """Update all parameters in place with one gradient each.
 
         Arguments:
-            params: nest of writable float arrays (float16, bfloat16, float32, float64) of any shape and layout.
+            params: nest of writable arrays of any shape and layout: float16, bfloat16, float32, float64, complex64,
+                complex128. A complex number is updated as two real ones, as in torch.
             grads: nest of the same structure. Each gradient has the shape of its parameter and any float dtype; for a
-                0-d parameter it may be a Python float. None skips a parameter and its slots. Not changed.
+                0-d parameter it may be a Python float. None skips a parameter and its slots. Not changed. The gradient
+                of z = x + iy is dL/dx + i dL/dy, as torch returns it (JAX and autograd return its conjugate).
 
         Raises InputError: names, shapes or dtypes do not match, or the schedule returns no number >= 0. Neither
         parameters nor the optimizer have changed then.
@@ -281,7 +290,14 @@ class Optimizer(ABC):
         _, params, grads, slots, lr, step = pending
         for index in range(start, stop):
             param = params[index]
-            self.update(param, cast_gradient(param, grads[index]), slots[index], lr, step)
+            self.update_tensor(param, cast_gradient(param, grads[index]), slots[index], lr, step)
+
+    def update_tensor(self, param: Array, grad: Array, slots: Slots, lr: float, step: int) -> None:
+        """As `update`, also of complex numbers."""
+        if param.dtype.kind == "c":
+            param, grad = view_as_real(param), view_as_real(grad)
+            slots = {name: view_as_real(slot) for name, slot in slots.items()}
+        self.update(param, grad, slots, lr, step)
 
     def _checked(self, params: Any, grads: Any) -> CheckedInput:
         """Check the input of `step`."""
@@ -311,11 +327,19 @@ class Optimizer(ABC):
             return False
         return self._made_for.get(name) == kind_of(param) == kind_of(grad) and param.flags.writeable
 
+    def new_slots(self, param: Array) -> Slots:
+        """Return the initial state of one tensor. That of complex numbers is complex, as in torch."""
+        real = view_as_real(param)
+        fresh = self.slots(real)
+        if real is param:
+            return fresh
+        return {slot: view_as_complex(array) if array.shape == real.shape else array for slot, array in fresh.items()}
+
     def _fitting_slots(self, who: str, name: str, param: Array) -> Slots:
         """Slots of a parameter: those in use, new ones, or loaded ones converted to its dtype and device."""
         if self._made_for.get(name) == kind_of(param):
             return self._slots[name]
-        fresh = self.slots(param)
+        fresh = self.new_slots(param)
         return _convert_slots(who, name, self._slots[name], fresh) if name in self._slots else fresh
 
     def state_dict(self) -> dict[str, Any]:
@@ -352,7 +376,7 @@ class Optimizer(ABC):
         known = [name for name in params if name in slots]
         if known or (params and state["global_step"] and not is_same_kind):
             smallest = min(known or params, key=lambda name: params[name].size)
-            _convert_slots(self.kind, smallest, slots.get(smallest, {}), self.slots(params[smallest]))
+            _convert_slots(self.kind, smallest, slots.get(smallest, {}), self.new_slots(params[smallest]))
 
     def __repr__(self) -> str:
         hyper = self.hyperparameters()
@@ -420,7 +444,9 @@ def _convert_slots(who: str, name: str, loaded: Slots, fresh: Slots) -> Slots:
             "restore the state of the same optimizer, hyper-parameters and model, or make a new optimizer"
         )
     for slot, array in fresh.items():
-        if is_float_tensor(loaded[slot]) and not is_float_tensor(array):
+        if is_float_tensor(loaded[slot]) and not (
+            is_float_tensor(array) and np.can_cast(loaded[slot].dtype, array.dtype, "same_kind")
+        ):
             raise InputError(
                 f"{who}: slot {slot!r} of parameter {name!r} must be {describe(array)}, but is "
                 f"{describe(loaded[slot])} in the state; restore the state of the same optimizer"

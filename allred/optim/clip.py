@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from allred.arrays import Array
+from allred.arrays import Array, view_as_real
 from allred.errors import InputError
 from allred.nest import leaves
 from allred.optim.base import check_writable, compute_dtype, describe, is_float_tensor
@@ -31,7 +31,10 @@ def clip_by_value_(grads: Any, limit: float) -> None:
     [array([-1. ,  0.5]), None]
     """
     limit = positive("clip_by_value_", "limit", limit)
-    for grad in _writable("clip_by_value_", grads):
+    tensors = _writable("clip_by_value_", grads)
+    if any(grad.dtype.kind == "c" for grad in tensors):
+        raise InputError("clip_by_value_: complex numbers have no order; use clip_by_global_norm_")
+    for grad in tensors:
         np.minimum(grad, limit, out=grad, dtype=compute_dtype(grad), casting="same_kind")
         np.maximum(grad, -limit, out=grad, dtype=compute_dtype(grad), casting="same_kind")
 
@@ -92,7 +95,7 @@ def global_norm(grads: Any) -> float:
 
 def _norm(tensors: list[Array]) -> float:
     # einsum casts to float64 piece by piece: no temporary of the whole tensor, and squares of float32 never overflow
-    flat = [np.ravel(tensor, order="K") for tensor in tensors]
+    flat = [np.ravel(view_as_real(tensor), order="K") for tensor in tensors]
     return math.sqrt(float(sum(np.einsum("i,i->", piece, piece, dtype=np.float64) for piece in flat)))
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from allred import nest
-from allred.arrays import Array, name_of, size_of
+from allred.arrays import Array, name_of, size_of, view_as_real
 from allred.errors import InputError
 from allred.fusion import Tensor
 from allred.optim.base import Optimizer, compute_dtype, splittable
@@ -160,7 +160,7 @@ class Shard:
         self._sum_cells: list[Array] = []
         self._seen: set[int] = set()  # pieces with a gradient in the sum
         if self.in_place:
-            self._slots = [optimizer.slots(group) for group in self.params]
+            self._slots = [optimizer.new_slots(group) for group in self.params]
             self._cells = [
                 (part, {name: slot[cell.start : cell.stop] for name, slot in self._slots[cell.group].items()})
                 for part, cell in zip(self._cells_of(self.params), layout.cells, strict=True)
@@ -205,11 +205,11 @@ class Shard:
         param, slots = self._cells[number]
         lr, step, absent = update
         if not absent:
-            self._optimizer.update(param, gradient, slots, lr, step)
+            self._optimizer.update_tensor(param, gradient, slots, lr, step)
             return
         for a, b in self._present(number, absent):
             part = {name: slot[a:b] for name, slot in slots.items()}
-            self._optimizer.update(param[a:b], gradient[a:b], part, lr, step)
+            self._optimizer.update_tensor(param[a:b], gradient[a:b], part, lr, step)
 
     def _present(self, number: int, absent: Collection[int]) -> Iterator[tuple[int, int]]:
         """Yield the ranges of a cell that have a gradient."""
@@ -242,7 +242,7 @@ class Shard:
 
     def apply_mean(self, update: Update, number: int) -> None:
         mean = self._sum_cells[number]
-        np.divide(mean, self.added, out=mean)
+        np.divide(view_as_real(mean), self.added, out=view_as_real(mean))
         if self.in_place:
             self._update(update, number, mean)
 
@@ -325,7 +325,7 @@ class Shard:
                 )
         self._optimizer.global_step = step
         for index, slots in targets.items():
-            fresh = parts.get(index) or self._optimizer.slots(self.layout.piece_of(self.params, index))
+            fresh = parts.get(index) or self._optimizer.new_slots(self.layout.piece_of(self.params, index))
             for name, target in slots.items():
                 target[...] = fresh[name].reshape(target.shape)
 

@@ -66,7 +66,7 @@ def histogram(name: str, value: Any) -> Histogram:
     (3, 3.0, 4.0, 1, [1, 0, 1, 1])
     """
     array = arrays.as_host_array(value)
-    if array.dtype.kind not in "fiub" and not arrays.is_float(array.dtype):
+    if array.dtype.kind not in "fiub" and arrays.name_of(array.dtype) != "bfloat16":
         raise InputError(
             f"histogram: {name!r} is {arrays.describe(array.shape, array.dtype)}; expected an array of real numbers"
         )

@@ -14,7 +14,9 @@ from allred.arrays import Array
 from allred.errors import InputError
 
 _DTYPES: dict[torch.dtype, str] = {
-    getattr(torch, name): np.dtype("int16" if name == "bfloat16" else name).str for name in arrays.DTYPES
+    getattr(torch, name): np.dtype("int16" if name == "bfloat16" else name).str
+    for name in arrays.DTYPES
+    if hasattr(torch, name)  # not unsigned integers before torch 2.3
 }
 _BITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}  # by the bytes of an element
 

@@ -88,6 +88,12 @@ static double weight_of(const plan *p, int ranks, int rank) {
   return p->weighted ? (double)(draw(p->seed, 19, (uint64_t)rank) % (p->has_integers ? 2 : 3)) : 1;
 }
 
+static int is_unsigned(int dtype) {
+  return dtype == ALLRED_UINT8 || (dtype >= ALLRED_UINT16 && dtype <= ALLRED_UINT64);
+}
+
+static int is_integer(int dtype) { return dtype < ALLRED_FLOAT16 || is_unsigned(dtype); } /* or bool */
+
 static plan make_plan(const scene *scene, uint64_t seed) {
   plan p = {.seed = seed, .kind = (int)(draw(seed, 1, 0) % (KINDS + 3)), .in_place = (int)(draw(seed, 2, 0) & 1)};
   if (p.kind >= KINDS) p.kind = ALLREDUCE;
@@ -108,14 +114,14 @@ static plan make_plan(const scene *scene, uint64_t seed) {
   p.weighted = p.kind == ALLREDUCE && (p.op == ALLRED_SUM || p.is_step) && draw(seed, 19, MAX_RANKS) % 3;
   for (size_t t = 0; t < p.tensors; t++) {
     p.dtypes[t] = dtypes[draw(seed, 8, t) % 4 == 0];
-    p.has_integers |= p.dtypes[t] < ALLRED_FLOAT16;
+    p.has_integers |= is_integer(p.dtypes[t]);
     p.weighted &= allred_can_weigh(p.dtypes[t], 1);
     const size_t item = allred_dtype_bytes(wire_of(&p, p.dtypes[t]) ? p.wire : p.dtypes[t]);
     p.counts[t] = some_count(draw(seed, 9, t), scene->chunk_bytes / item, scene->ranks);
   }
   p.checks_finite = draw(seed, 18, 0) % 2;
   p.nan_tensor = p.checks_finite && p.tensors ? (int)(draw(seed, 18, 1) % p.tensors) : -1;
-  if (p.nan_tensor >= 0 && (p.dtypes[p.nan_tensor] < ALLRED_FLOAT16 || !p.counts[p.nan_tensor])) p.nan_tensor = -1;
+  if (p.nan_tensor >= 0 && (is_integer(p.dtypes[p.nan_tensor]) || !p.counts[p.nan_tensor])) p.nan_tensor = -1;
   p.nan_at = p.nan_tensor < 0 ? 0 : draw(seed, 18, 2) % p.counts[p.nan_tensor];
   p.nan_rank = (int)(draw(seed, 18, 3) % (uint64_t)scene->ranks);
   if (weight_of(&p, scene->ranks, p.nan_rank) == 0) p.nan_tensor = -1;
@@ -123,6 +129,7 @@ static plan make_plan(const scene *scene, uint64_t seed) {
 }
 
 static void write_nan(int dtype, char *to) {
+  dtype = allred_part_dtype(dtype);
   const uint64_t bits = dtype == ALLRED_FLOAT64   ? UINT64_C(0x7ff8) << 48
                         : dtype == ALLRED_FLOAT32 ? 0x7fc00000
                         : dtype == ALLRED_FLOAT16 ? 0x7e00
@@ -135,7 +142,7 @@ static int64_t given(const plan *p, int dtype, size_t tensor, size_t i, int rank
   const int64_t base = (int64_t)(draw(p->seed, 100 + tensor, i) % 13);
   if (dtype == ALLRED_BOOL) return base < 4 ? 0 : base > 8 ? 1 : (base + rank) & 1;
   if (p->op == ALLRED_PRODUCT) return 1 + ((base + rank) & 1);
-  return base + 2 * rank - (dtype == ALLRED_UINT8 ? 0 : 6);
+  return base + 2 * rank - (is_unsigned(dtype) ? 0 : 6);
 }
 
 static int64_t reduced(const plan *p, int ranks, int dtype, size_t tensor, size_t i) {
@@ -154,8 +161,10 @@ static int64_t reduced(const plan *p, int ranks, int dtype, size_t tensor, size_
   return p->op == ALLRED_AVERAGE ? all / ranks : all;
 }
 
-/* A small whole number as an element; integers wrap around. */
+/* A small whole number as an element; integers wrap around. The imaginary part of a complex number is 0. */
 static void encode(int64_t value, int dtype, char *to) {
+  memset(to, 0, allred_dtype_bytes(dtype));
+  dtype = allred_part_dtype(dtype);
   const double wide = (double)value;
   const float single = (float)value;
   uint64_t bits = (uint64_t)value;

@@ -11,9 +11,10 @@ from allred import nest
 from allred.errors import InputError, MismatchError
 
 FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
-INTS = [np.int8, np.int16, np.int32, np.int64, np.uint8]
-ALL = [np.dtype(t) for t in (*FLOATS, *INTS, np.bool_)]
-REDUCED = [np.dtype(t) for t in (*FLOATS, *INTS)]
+COMPLEX = [np.complex64, np.complex128]
+INTS = [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64]
+ALL = [np.dtype(t) for t in (*FLOATS, *COMPLEX, *INTS, np.bool_)]
+REDUCED = [np.dtype(t) for t in (*FLOATS, *COMPLEX, *INTS)]
 CHUNK = 2**20  # bytes of a chunk of the mpi backend
 SHAPES = [(), (0,), (0, 3), (1,), (7,), (2, 3), (1009,), (3, CHUNK // 8 + 5)]
 
@@ -23,13 +24,23 @@ pytestmark = [pytest.mark.mpi, pytest.mark.cover(2)]  # every dtype with every s
 def data(rank, shape, dtype):
     """Small whole numbers, different on every rank and in every place: exact in all dtypes, sums too."""
     count = int(np.prod(shape, dtype=np.int64))
-    return ((np.arange(count) + 3 * rank) % 5).reshape(shape).astype(dtype)
+    numbers = (np.arange(count) + 3 * rank) % 5
+    if np.dtype(dtype).kind == "c":
+        numbers = numbers + 1j * ((numbers + rank) % 3)
+    return numbers.reshape(shape).astype(dtype)
 
 
 def expected(op, size, shape, dtype):
-    ranks = [data(r, shape, np.float64) for r in range(size)]
+    dtype = np.dtype(dtype)
+    wide = np.complex128 if dtype.kind == "c" else np.float64
+    ranks = [data(r, shape, wide) for r in range(size)]
     if op is allred.Average:
-        return np.asarray(sum(ranks) / size, np.float64 if dtype == np.float64 else np.float32).astype(dtype)
+        parts = np.stack(ranks).view(np.float64).sum(axis=0) / size
+        return (
+            np.asarray(parts, np.float64 if dtype in (np.float64, np.complex128) else np.float32)
+            .view(np.result_type(dtype, np.float32))
+            .astype(dtype)
+        )
     reduce = {allred.Sum: np.add, allred.Min: np.minimum, allred.Max: np.maximum, allred.Product: np.multiply}[
         op
     ].reduce
@@ -60,10 +71,16 @@ def test_allreduce_sum(comm, dtype, shape):
 @pytest.mark.parametrize("op", [allred.Min, allred.Max, allred.Product])
 @pytest.mark.parametrize("dtype", REDUCED, ids=str)
 def test_every_op_on_every_dtype_in_place(comm, op, dtype):
-    check_in_place(comm, op, dtype)
+    if dtype.kind == "c" and op is not allred.Product:
+        with pytest.raises(
+            InputError, match=f"allreduce: {op.value} of {dtype} is not defined: complex numbers have no order"
+        ):
+            comm.allreduce(data(comm.rank, (3,), dtype), op, in_place=True).wait()
+    else:
+        check_in_place(comm, op, dtype)
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("dtype", FLOATS + COMPLEX)
 def test_average_in_place(comm, dtype):
     check_in_place(comm, allred.Average, np.dtype(dtype))
 
@@ -185,6 +202,38 @@ def test_broadcast_from_every_root(comm, dtype, shape):
         np.testing.assert_array_equal(x, data(comm.rank, shape, dtype))
         assert comm.broadcast(x, root, in_place=True).wait() is x
         np.testing.assert_array_equal(x, data(root, shape, dtype))
+
+
+RECORD = np.dtype([("key", "<u4"), ("weights", "<f4", (2,)), ("name", "S3")])
+COPIED = [np.dtype(t) for t in (np.longdouble, "M8[ns]", "m8[s]", "S5", "<U4")] + [RECORD]
+
+
+@pytest.mark.parametrize("dtype", COPIED, ids=str)
+def test_elements_that_are_only_copied(comm, dtype):
+    def of(rank):
+        numbers = np.arange(3 + rank) + 10 * rank + 1
+        if dtype is not RECORD:
+            return numbers.astype(np.int64).astype(dtype)
+        return np.array([(n, (n, -n), b"%d" % n) for n in numbers.tolist()], dtype)
+
+    mine, last = of(comm.rank), comm.size - 1
+    np.testing.assert_array_equal(comm.allgather(mine).wait(), np.concatenate([of(r) for r in range(comm.size)]))
+    np.testing.assert_array_equal(comm.broadcast(mine[:3], last).wait(), of(last)[:3])
+    np.testing.assert_array_equal(comm.broadcast(mine[:1].reshape(()), 0).wait(), of(0)[0])
+    strided = np.repeat(mine[:3], 2)[::2]
+    assert comm.broadcast(strided, last, in_place=True).wait() is strided
+    np.testing.assert_array_equal(strided, of(last)[:3])
+    rows, _ = comm.alltoall(mine, [1] * last + [len(mine) - last]).wait()
+    np.testing.assert_array_equal(
+        rows,
+        np.concatenate([of(r)[comm.rank : None if comm.rank == last else comm.rank + 1] for r in range(comm.size)]),
+    )
+    with pytest.raises(InputError, match=r"allreduce: dtype .* is not supported here; use one of bool, uint8"):
+        comm.allreduce(mine[:3], allred.Sum).wait()
+    if comm.size > 1:
+        other = mine[:3] if comm.rank else np.zeros(3, "S9")
+        with pytest.raises(MismatchError, match=r"broadcast\(root=0\) .*S9 \(3,\) on rank 0"):
+            comm.broadcast(other, 0).wait()
 
 
 @pytest.mark.parametrize("rest", [(), (3,), (0,), (CHUNK // 16,)], ids=str)
@@ -372,7 +421,8 @@ BAD = [
         "grouped_allreduce: arrays 0 and 1 of the group share memory",
     ),
     (lambda c: c.alltoall(np.zeros(4), [2**63] * c.size), "alltoall: .* must be .* whole numbers"),
-    (lambda c: c.allreduce(np.ones(3, complex)), "allreduce: dtype complex128 is not supported"),
+    (lambda c: c.allreduce(np.ones(3, "M8[s]")), r"allreduce: dtype datetime64\[s\] is not supported here"),
+    (lambda c: c.allreduce(np.ones(3, complex), allred.Max), "allreduce: Max of complex128 is not defined"),
     (lambda c: c.allreduce(None), "allreduce: expected an array or a number, got NoneType"),
     (lambda c: c.broadcast(np.ones(3), c.size), r"broadcast: root=\d is not a rank; expected 0 to"),
     (lambda c: c.broadcast(np.ones(3), "chief"), "broadcast: root='chief' is not a rank"),
@@ -380,10 +430,13 @@ BAD = [
     (lambda c: c.alltoall(np.ones(3), [[1], [1, 2]]), "alltoall: splits=.* must be"),
     (lambda c: c.alltoall(np.ones(3), [-1] * c.size), "alltoall: .* must be .* whole numbers"),
     (lambda c: c.reducescatter(np.float64(3)), "reducescatter: a 0-d array has no first dimension"),
-    (lambda c: c.grouped_allreduce([np.ones(3), "x"]), "grouped_allreduce: array 1 of the group: dtype str"),
+    (lambda c: c.grouped_allreduce([np.ones(3), "x"]), "grouped_allreduce: array 1 of the group: dtype <U1"),
     (lambda c: c.grouped_allreduce(3), "grouped_allreduce: expected a list of arrays, got int"),
     (lambda c: c.grouped_allreduce({"w": np.ones(2)}), "grouped_allreduce: expected a list of arrays, got dict"),
-    (lambda c: c.broadcast(np.array([{}], object)), "broadcast: dtype object is not supported; use one of"),
+    (
+        lambda c: c.broadcast(np.array([{}], object)),
+        "broadcast: dtype object has no bytes to send; use broadcast_object",
+    ),
     (lambda c: c.allgather_object(lambda: 0), "allgather_object: a function cannot be pickled"),
     (lambda c: c.broadcast_object(lambda: 0, c.size - 1), "broadcast_object: a function cannot be pickled"),
     (lambda c: c.broadcast_object(0, -1), "broadcast_object: root=-1 is not a rank"),

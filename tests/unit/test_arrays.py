@@ -12,10 +12,34 @@ def test_codes_are_unique_and_stable():
     assert arrays.DTYPES.index("float32") == 8  # a code is written on the wire: only append
 
 
-@pytest.mark.parametrize("dtype", ["complex64", "U3", "M8[s]", "uint32"])
+@pytest.mark.parametrize("dtype", ["longdouble", "U3", "M8[s]", "f4,i4", "O"])
 def test_other_dtypes_are_refused_by_name(dtype):
-    with pytest.raises(InputError, match=r"is not supported; use one of bool, uint8"):
+    with pytest.raises(InputError, match=r"is not supported here; use one of bool, uint8"):
         arrays.dtype_code(np.dtype(dtype))
+
+
+def test_what_can_be_copied():
+    for dtype in ("longdouble", "U3", "S1", "M8[s]", "f4,i4", [("name", "S3"), ("xy", ">f8", (2,))]):
+        assert arrays.copied_code(np.dtype(dtype)) == arrays.OTHER_DTYPE
+    assert arrays.copied_code(np.dtype("complex64")) == arrays.DTYPES.index("complex64")
+    for dtype in ("O", [("name", "O")], "V0"):
+        with pytest.raises(InputError, match="has no bytes to send; use broadcast_object"):
+            arrays.copied_code(np.dtype(dtype))
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+@pytest.mark.parametrize("key", [(0, 0), np.s_[:0], np.s_[:], np.s_[::2, ::-3]], ids=str)
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_complex_numbers_as_real_ones(dtype, key, order):
+    numbers = np.zeros((4, 6), dtype, order)[key] if key != (0, 0) else np.zeros((), dtype)
+    real = arrays.view_as_real(numbers)
+    assert real.shape == (*numbers.shape, 2)
+    real[..., 0], real[..., 1] = 3, -4
+    assert (numbers == 3 - 4j).all()
+    assert np.shares_memory(real, numbers) == (numbers.size > 0)
+    back = arrays.view_as_complex(real.copy())
+    assert back.dtype == numbers.dtype
+    np.testing.assert_array_equal(back, numbers)
 
 
 def test_byte_swapped_arrays_are_refused_with_the_remedy():

@@ -88,8 +88,8 @@ def test_an_average_is_a_division_by_any_divisor(variant, dtype, divisor):
     found = run(native.reduce, dtype, ReduceOp.AVERAGE, sources, variant, divisor=divisor)
     twin = run(twins.reduce, dtype, ReduceOp.AVERAGE, sources, divisor=divisor)
     with np.errstate(all="ignore"):
-        wide = np.add(*(source.astype(arrays.accumulator(dtype)) for source in sources))
-        expected = (wide / wide.dtype.type(divisor)).astype(dtype)
+        wide = arrays.view_as_real(np.add(*(source.astype(arrays.accumulator(dtype)) for source in sources)))
+        expected = (wide / wide.dtype.type(divisor)).astype(arrays.view_as_real(sources[0]).dtype)
     assert bits(found, dtype) == bits(twin, dtype) == bits(expected, dtype)
 
 
@@ -118,6 +118,12 @@ def test_closed_forms(reduce):
     assert of("int32", ReduceOp.PRODUCT, [2**31 - 1], [2], [3]) == [-6]
     assert of("uint8", ReduceOp.MAX, [200], [100]) == [200]
     assert of("int8", ReduceOp.MAX, [-56], [100]) == [100]
+    for bits in (16, 32, 64):
+        assert of(f"uint{bits}", ReduceOp.MIN, [2**bits - 1, 7], [1, 2**bits - 1]) == [1, 7]
+        assert of(f"uint{bits}", ReduceOp.SUM, [2**bits - 1], [2]) == [1]
+    for dtype in ("complex64", "complex128"):
+        assert of(dtype, ReduceOp.PRODUCT, [1 + 2j], [3 - 1j], [1j]) == [-5 + 5j]
+        assert of(dtype, ReduceOp.AVERAGE, [1 + 2j], [3 - 1j]) == [2 + 0.5j]
     assert of("bool", ReduceOp.MAX, [False, True], [False, False]) == [False, True]
     assert of("bool", ReduceOp.PRODUCT, [True, True], [False, True]) == [False, True]
     assert of("float64", ReduceOp.AVERAGE, [1.0], [2.0], [4.0]) == [7 / 3]
@@ -132,7 +138,7 @@ def test_what_cannot_be_reduced_is_refused_and_nothing_is_written(reduce):
     out, line = np.zeros(4, np.float32), np.ones(8, np.float32)
     ones, f32, total = line[:4], 8, CODES[ReduceOp.SUM]
     undefined = [(arrays.dtype_code(d), CODES[op]) for d in DTYPES for op in ReduceOp if (d, op) not in DEFINED]
-    assert len(undefined) == 7
+    assert len(undefined) == 14
     for dtype, op in [*undefined, (f32, 0), (f32, 6), (f32, -1), (-1, total), (len(DTYPES), total)]:
         with pytest.raises(ValueError, match=f"operator {op} is not defined for dtype {dtype}"):
             reduce([ones], out, dtype, op, 1)

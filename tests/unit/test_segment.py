@@ -70,7 +70,8 @@ def read_only():
         (np.ones((4, 4))[:, ::2], ReduceOp.SUM, ""),
         (np.asfortranarray(np.ones((4, 4))), ReduceOp.SUM, ""),
         (np.ones(3, ">f4"), ReduceOp.SUM, ""),
-        (np.ones(3, "c8"), ReduceOp.SUM, ""),
+        (np.ones(3, "c8"), ReduceOp.MAX, ""),
+        (np.ones(3, "g"), ReduceOp.SUM, ""),
         (np.ones(3, "i4"), ReduceOp.AVERAGE, ""),
         (np.ones(3, "?"), ReduceOp.SUM, ""),
         (np.ma.ones(3), ReduceOp.SUM, ""),
@@ -172,7 +173,7 @@ def test_it_is_not_closed_under_an_operation(segment):
 
 
 def test_codes_are_the_same_in_c_and_python():
-    assert len(_DTYPES) == len(arrays.DTYPES) == 10
+    assert len(_DTYPES) == len(arrays.DTYPES) == 15
     assert list(ops.CODES.values()) == [1, 2, 3, 4, 5]
 
 

@@ -165,7 +165,8 @@ class MpiBackend(Backend):
     def _finish(self, reduced: Array, op: ReduceOp, target: Array) -> None:
         """Divide if the operation is an average, and store the result in `target`."""
         if op is ReduceOp.AVERAGE:
-            np.divide(reduced, self.size, out=reduced)
+            numbers = arrays.view_as_real(reduced)
+            np.divide(numbers, self.size, out=numbers)
         elif op in (ReduceOp.MIN, ReduceOp.MAX) and arrays.is_float(reduced.dtype):
             np.add(reduced, 0.0, out=reduced)  # -0.0 == 0.0: the result must not depend on the order
         self._put(reduced, target)

@@ -27,6 +27,8 @@ _FORMATS = {
     "bfloat16": (2, 0x7F80, 7),
     "float32": (4, 0x7F800000, 23),
     "float64": (8, 0x7FF00000, 20),  # the upper half
+    "complex64": (4, 0x7F800000, 23),  # of a part
+    "complex128": (8, 0x7FF00000, 20),
 }
 # The bits of the largest number of a dtype that is finite in the wire dtype.
 _LARGEST = {
@@ -96,7 +98,9 @@ def describe(plan: Plan, values: Sequence[Any]) -> dict[str, str]:
             bad = np.argwhere(~finite)
             place = f" at {bad[0].tolist()}" if value.ndim else ""
             count = f"{len(bad)} of {value.size} elements, the first" if value.size > 1 else "it"
-            found[plan.tensors[index].name] = f"{count} is {float(value[tuple(bad[0])])}{place}"
+            number = value[tuple(bad[0])]
+            text = number.item() if value.dtype.kind == "c" else float(number)  # bfloat16 has no item()
+            found[plan.tensors[index].name] = f"{count} is {text}{place}"
     return found
 
 

@@ -27,7 +27,7 @@ BAD = {
     "would broadcast": (np.ones((2, 3)), np.ones(3), r"shape \(2, 3\), but has \(3,\)"),
     "number for a vector": (np.ones(3), 1.0, r"shape \(3,\), but has \(\)"),
     "integer gradient": (np.ones(3), np.ones(3, int), r"array of floats, but is a int64 ndarray of shape \(3,\)"),
-    "complex gradient": (np.ones(3), np.ones(3, complex), "must be an array of floats"),
+    "complex gradient": (np.ones(3), np.ones(3, complex), "is complex, but its parameter is a float64 ndarray"),
     "foreign gradient": (np.ones(3), Foreign(), "but is a float32 Foreign"),
     "text": (np.array(1.0), "1.0", "but is a str"),
     "integer parameter": (np.ones(3, int), np.ones(3), r"parameter 'w' must be a numpy or cupy array of floats.*int64"),
