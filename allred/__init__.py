@@ -23,10 +23,13 @@ _NAMES_BY_MODULE = {
         "Join allgather allgather_async allgather_object allreduce allreduce_ allreduce_async allreduce_async_ "
         "alltoall alltoall_async barrier barrier_async broadcast broadcast_ broadcast_async broadcast_async_ "
         "broadcast_object grouped_allreduce grouped_allreduce_ grouped_allreduce_async grouped_allreduce_async_ "
-        "join patience poll reducescatter reducescatter_async synchronize"
+        "join patience poll recv recv_async reducescatter reducescatter_async send send_async synchronize"
     ),
+    "allred.comm.gathered_functions": "SampleStatistics allreduce_by argmax argmin cumsum statistics",
     "allred.comm.ops": "Average Compression Max Min Product ReduceOp Sum",
     "allred.comm.process_set": "ProcessSet",
+    "allred.comm.root_functions": "gather reduce scatter",
+    "allred.comm.shared_counter": "SharedCounter",
     "allred.comm.work": "Work",
     "allred.errors": (
         "AllredError CheckpointError CollectiveTimeout ConfigError DataError DriftError InputError MismatchError "

@@ -50,12 +50,19 @@ from allred.comm.functions import (
     join,
     patience,
     poll,
+    recv,
+    recv_async,
     reducescatter,
     reducescatter_async,
+    send,
+    send_async,
     synchronize,
 )
+from allred.comm.gathered_functions import SampleStatistics, allreduce_by, argmax, argmin, cumsum, statistics
 from allred.comm.ops import Average, Compression, Max, Min, Product, ReduceOp, Sum
 from allred.comm.process_set import ProcessSet
+from allred.comm.root_functions import gather, reduce, scatter
+from allred.comm.shared_counter import SharedCounter
 from allred.comm.work import Work
 from allred.errors import (
     AllredError,
@@ -88,12 +95,13 @@ __all__ = [
     "AllredError", "Average", "CheckpointError", "ClusterSpec", "CollectiveTimeout", "Compression", "ConfigError",
     "DataError", "DistributedOptimizer", "DriftError", "GradScaler", "InputError", "Join", "Max", "Min",
     "MismatchError", "NonFiniteError", "NotInitializedError", "ProcessSet", "Product", "ReduceOp", "RemoteRankError",
-    "Server", "Session", "ShutdownError", "Sum", "Towers", "Work", "allgather", "allgather_async", "allgather_object",
-    "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier",
-    "barrier_async", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_object", "connect",
-    "cross_rank", "cross_size", "data", "device", "digest", "distributed", "empty", "empty_like", "grouped_allreduce",
+    "SampleStatistics", "Server", "Session", "SharedCounter", "ShutdownError", "Sum", "Towers", "Work", "allgather",
+    "allgather_async", "allgather_object", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_",
+    "allreduce_by", "alltoall", "alltoall_async", "argmax", "argmin", "barrier", "barrier_async", "broadcast",
+    "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_object", "connect", "cross_rank", "cross_size",
+    "cumsum", "data", "device", "digest", "distributed", "empty", "empty_like", "gather", "grouped_allreduce",
     "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_", "init", "is_chief", "is_initialized",
-    "job_name", "join", "local_rank", "local_size", "optim", "patience", "poll", "rank", "reducescatter",
-    "reducescatter_async", "replica_device_setter", "shutdown", "size", "synchronize", "task_index", "variable",
-    "world_rank", "world_size",
+    "job_name", "join", "local_rank", "local_size", "optim", "patience", "poll", "rank", "recv", "recv_async",
+    "reduce", "reducescatter", "reducescatter_async", "replica_device_setter", "scatter", "send", "send_async",
+    "shutdown", "size", "statistics", "synchronize", "task_index", "variable", "world_rank", "world_size",
 ]  # fmt: skip

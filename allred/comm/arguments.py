@@ -123,15 +123,17 @@ def array_descriptor(
     shape: tuple[Any, ...] | None = None,
     rows: int = 0,
     compression: Compression = Compression.none,
+    how: str = "",
 ) -> OpDescriptor:
-    """Return the descriptor of an operation on one array. Raises InputError if its arguments cannot be used."""
+    """Return the descriptor of an operation on one array. how: what else must agree, for the title. Raises InputError
+    if its arguments cannot be used."""
     (arrays.copied_code if op is _NO_OP else arrays.dtype_code)(array.dtype)  # raises
     if op is not _NO_OP and (problem := ops.refusal(op, array.dtype)):
         raise InputError(problem)
     _check_compression(compression)
     reduction = op if op is not _NO_OP else None
     shape = array.shape if shape is None else shape
-    return _descriptor(kind, shape, array.dtype, name, reduction, root, rows, compression, array.nbytes)
+    return _descriptor(kind, shape, array.dtype, name, reduction, root, rows, compression, array.nbytes, how)
 
 
 @functools.lru_cache(maxsize=4096)  # training calls the same operations over and over
@@ -145,8 +147,10 @@ def _descriptor(
     rows: int,
     compression: Compression,
     nbytes: int,
+    how: str,
 ) -> OpDescriptor:
-    how = _how(op, compression) if op is not None else f"root={root}" if root >= 0 else ""
+    words = _how(op, compression) if op is not None else "", f"root={root}" if root >= 0 else "", how
+    how = ", ".join(filter(None, words))
     tensor = arrays.describe(shape, dtype)
     title = f"{kind}({how}){quoted(name)} {tensor}"
     op_code = ops.CODES[op] | compression.value << header.WIRE_SHIFT if op is not None else 0

@@ -15,7 +15,7 @@ import numpy as np
 
 from allred import arrays
 from allred.arrays import Array
-from allred.comm import header
+from allred.comm import header, ops
 from allred.comm.arguments import (
     array_descriptor,
     result_of,
@@ -93,6 +93,7 @@ class Communicator(HostReductions):
     ) -> Work[Array]:
         """Reduce, and return this rank's rows of the result: `out`, a contiguous host array, or a new array. If the
         rows do not divide evenly, the first ranks get one more."""
+        op = ops.of(op)
         if out is None and self.gpu is not None and is_device(value):
             return self.gpu.reducescatter(value, op, name)
 

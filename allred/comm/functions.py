@@ -283,6 +283,36 @@ def barrier_async(process_set: ProcessSet | None = None) -> Work[None]:
     return _started(_current(process_set).barrier())
 
 
+def send(value: Any, dest: int, tag: int = 0, process_set: ProcessSet | None = None) -> None:
+    """Send an array to rank `dest`, which receives it with `recv`. Returns once it has begun to receive the last MiB.
+
+    Not collective: messages are independent of collectives and their order; those with equal sender, receiver and tag
+    arrive in order. Needs MPI and several ranks. Raises MismatchError or InputError on both ranks if they differ in
+    dtype or shape, or if the array of one cannot be used.
+
+    Example: on 2 ranks, `allred.send(x, 1) if allred.rank() == 0 else allred.recv(x, 0)` copies x to rank 1.
+    """
+    current(process_set).send(value, dest, tag).wait()
+
+
+def recv(array: Array, source: int | None = None, tag: int = 0, process_set: ProcessSet | None = None) -> int:
+    """Receive a message from rank `source` (None: from any rank) into the writable array `array`. Returns the sender.
+    Errors: see `send`."""
+    return current(process_set).recv(array, source, tag).wait()
+
+
+def send_async(value: Any, dest: int, tag: int = 0, process_set: ProcessSet | None = None) -> Work[None]:
+    """Start `send`. Returns a Work."""
+    return _started(current(process_set).send(value, dest, tag))
+
+
+def recv_async(
+    array: Array, source: int | None = None, tag: int = 0, process_set: ProcessSet | None = None
+) -> Work[int]:
+    """Start `recv`. Returns a Work; its result is the sender."""
+    return _started(current(process_set).recv(array, source, tag))
+
+
 def poll(work: Work[Any]) -> bool:
     """Return whether an operation is complete, successfully or not; does not wait."""
     return _checked(work, "poll").done()

@@ -12,7 +12,7 @@ import numpy as np
 
 from allred import arrays
 from allred.arrays import Array
-from allred.comm import node_memory
+from allred.comm import node_memory, ops
 from allred.comm.arguments import (
     array_descriptor,
     as_list,
@@ -112,6 +112,7 @@ class HostReductions(Group):
     ) -> Work[Array]:
         """Reduce `value` (an array or a number) over all ranks. The result is a new array of the same shape and dtype;
         with `in_place` it is `value`, a writable array."""
+        op = ops.of(op)
         if self.gpu is not None and is_device(value):
             return self.gpu.allreduce(value, op, name, compression, in_place)
 
@@ -182,6 +183,7 @@ class HostReductions(Group):
         weight: float | None = None,
     ) -> Work[list[Array]]:
         """Reduce a list of arrays as one operation. checks_finite, weight: see `grouped_allreduce_blocking`."""
+        op = ops.of(op)
         if self.gpu is not None and any(map(is_device, group)):
             return self.gpu.grouped_allreduce(group, op, name, compression, in_place)
 

@@ -7,6 +7,7 @@ numbers are uint16 arrays here, so bfloat16 needs no package.
 """
 
 import enum
+import sys
 from typing import Any
 
 import numpy as np
@@ -47,10 +48,22 @@ Product = ReduceOp.PRODUCT
 CODES = {op: code for code, op in enumerate(ReduceOp, start=1)}
 
 
+def of(op: Any) -> Any:
+    """Return the operator that one of mpi4py corresponds to, or `op` itself."""
+    MPI = sys.modules.get("mpi4py.MPI")  # noqa: N806  (mpi4py's spelling)
+    if type(op) is ReduceOp or MPI is None or not isinstance(op, MPI.Op):
+        return op
+    pairs = (MPI.SUM, Sum), (MPI.MIN, Min), (MPI.MAX, Max), (MPI.PROD, Product)
+    return next((own for other, own in pairs if op == other), op)
+
+
 def refusal(op: Any, dtype: np.dtype[Any]) -> str | None:
     """Return why `op` cannot reduce `dtype` and what to do instead; None if it can."""
     if not isinstance(op, ReduceOp):
-        return f"op={op!r} is not a reduction; use allred.Average, Sum, Min, Max or Product"
+        if isinstance(op, np.ndarray):
+            return "the second argument is op, not an array for the result: y = allred.allreduce(x) returns a new array"
+        more = "; for MPI.MAXLOC and MINLOC allred.argmax and argmin, for a function allred.allreduce_by" * callable(op)
+        return f"op={op!r} is not a reduction; use allred.Average, Sum, Min, Max or Product{more}"
     if arrays.name_of(dtype) == "bool" and op in (ReduceOp.SUM, ReduceOp.AVERAGE):
         return f"{op.value} of bool is not defined; use allred.Max for 'any', allred.Min for 'all', or cast to int32"
     if op in (ReduceOp.MIN, ReduceOp.MAX) and arrays.is_complex(dtype):

@@ -47,6 +47,7 @@ class Watcher:
         if settings.chief:
             how = settings.expendable, settings.launcher
             self._job = JobState(settings.size, settings.nodes, settings.warn_s, *how)
+        self._counts: dict[str, int] = {}  # of allred.SharedCounter, on the chief's node
         self._has_reported_verdict = False
         self._gone: dict[int, Event] = {}  # expendable ranks that are gone, with the message
         self._has_verdict = False  # so the job ends
@@ -315,7 +316,11 @@ class Watcher:
         needs_answer = event["event"] in ("failed", "limit")
         if needs_answer and self._chief is not None and self._heartbeats[self._chief].is_silent:
             self._lose_host(self._chief, time.monotonic())
-        if self._status is not None and event["event"] == "counters":
+        if event["event"] == "count" and self._chief is None:
+            before = self._counts.get(event["name"], 0)
+            self._counts[event["name"]] = before + event["number"]
+            self._send([(event["rank"], {"kind": "counted", "request": event["request"], "before": before})])
+        elif self._status is not None and event["event"] == "counters":
             self._status.take(event, time.monotonic())
         elif self._job is not None:
             self._job.handle(event, time.monotonic())

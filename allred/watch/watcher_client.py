@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import fcntl
+import itertools
 import json
 import os
 import select
@@ -70,6 +71,7 @@ class WatcherClient:
         self.busy = False  # with work that must not be interrupted: then nothing is raised
         self._raised = False
         self._again_s = 0.0  # seconds by which the watcher extends a wait that reached its limit
+        self._requests, self._counted = itertools.count(), dict[int, int]()  # of `count`
         self._held_at = -timings.RELEASE_S
         self.on_stop: Callable[[str], None] | None = None  # ends the session after the current step
         self.is_exiting = False  # the program ends: raise nothing in it
@@ -176,6 +178,8 @@ class WatcherClient:
             self.lingers = True
         elif message["kind"] == "extend":
             self._again_s = message["again_s"]
+        elif message["kind"] == "counted":
+            self._counted[message["request"]] = message["before"]
         elif message["kind"] == "hold":
             self._held_at = time.monotonic()
         elif message["kind"] == "stop" and self.on_stop is not None:
@@ -196,6 +200,22 @@ class WatcherClient:
         if self.is_alive():
             with contextlib.suppress(OSError):
                 self._socket.send(json.dumps({"event": event, **what}).encode(), socket.MSG_DONTWAIT)
+
+    def count(self, name: str, number: int, limit_s: float) -> int:
+        """Add a number to a counter of the job, and return its value before. Raises the verdict, or AllredError without
+        an answer in `limit_s` seconds."""
+        request = next(self._requests)
+        self.send("count", name=name, number=number, request=request)
+        self._await(limit_s, lambda: request in self._counted or self.has_error)
+        if request in self._counted:
+            return self._counted.pop(request)
+        raise (
+            self.error()
+            if self.has_error
+            else AllredError(
+                f"the watcher processes have not answered for {limit_s:g} s to a SharedCounter, or have ended"
+            )
+        )
 
     def set_role(self, text: str) -> None:
         """Set the text of this rank in messages: its role, and after a ';' more for a failure, such as

@@ -38,6 +38,7 @@ PACKAGES = (
 
 # Inside of comm, top to bottom: what users call; the communicator; the backends; what these are made of.
 COMM = (
+    {"root_functions", "gathered_functions", "shared_counter"},
     {"join", "functions", "process_set"},
     {"replicas"},
     {"create", "recording", "communicator", "host_reduce", "device_collectives", "device_reduce", "group"}

@@ -1,0 +1,59 @@
+"""A number that all ranks count with: how many are done, or which item of work is next.
+
+The watcher of the chief's node keeps it (allred/watch/process.py), so a rank gets an answer whatever the others do:
+they need not call anything. A call takes some 100 us on one node, and a round trip to the chief's node from another.
+"""
+
+from allred import world
+from allred.errors import AllredError, InputError
+from allred.validators import integer
+
+
+class SharedCounter:
+    """A whole number that starts at 0 in `allred.init()`, and that any rank changes at any time.
+
+        items = allred.SharedCounter("items")
+        while (item := items.add(1)) < len(work):       # each item goes to one rank
+            process(work[item])
+
+        done = allred.SharedCounter("done")             # preemption: stop when most of the others are done
+        for step in range(1000):
+            act()
+            if done.value >= 0.6 * allred.size():
+                break
+        done.add(1)
+
+    Not collective: no other rank has to take part. name: counters with one name are one.
+
+    Raises InputError for a name that is not a string, NotInitializedError before init().
+    """
+
+    def __init__(self, name: str) -> None:
+        if not isinstance(name, str):
+            raise InputError(f"SharedCounter({name!r}): the name must be a string")
+        self.name = name
+
+    def add(self, number: int) -> int:
+        """Add a whole number and return the value before: each rank gets another one.
+
+        Raises InputError for another number, AllredError if the watcher process of this node has ended."""
+        who = f"SharedCounter({self.name!r})"
+        number = integer(f"{who}.add()", number, -(2**63))
+        here, watcher = world.current(), world.watcher()
+        if watcher is not None and watcher.is_alive():
+            return watcher.count(self.name, number, here.config.timeout_s)
+        if here.topology.world_size > 1:
+            raise AllredError(
+                f"{who} needs the watcher process of this node, which has ended or is off (ALLRED_WATCHER)"
+            )
+        counts = _OWN.of(here)
+        counts[self.name] = counts.get(self.name, 0) + number
+        return counts[self.name] - number
+
+    @property
+    def value(self) -> int:
+        """The value now."""
+        return self.add(0)
+
+
+_OWN = world.Slot(dict[str, int])  # of a world of one rank, which has no watcher
