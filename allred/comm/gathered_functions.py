@@ -5,9 +5,10 @@ Each rank receives the arrays of all ranks, so they are for small arrays: a valu
 Results have the same bits on every rank (those of cumsum, in the order of the ranks).
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +25,8 @@ from allred.comm.work import Steps, UserCodeError
 from allred.errors import InputError
 
 
-class SampleStatistics(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class SampleStatistics:
     """The result of `statistics`. count: samples of all ranks. The others: float64, of the shape of one sample."""
 
     count: int
