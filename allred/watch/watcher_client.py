@@ -27,6 +27,7 @@ from allred.runtime import timings
 from allred.runtime.stderr import rank_warning
 from allred.watch import runner_link
 
+_POLL_MS = 5.0  # the signal handler may read the message of a wait just before it polls
 _F_SETOWN_EX, _F_OWNER_TID = 15, 0  # of Linux; the module fcntl lacks them
 
 
@@ -207,7 +208,7 @@ class WatcherClient:
         request = next(self._requests)
         self.send("count", name=name, number=number, request=request)
         self._await(limit_s, lambda: request in self._counted or self.has_error)
-        if request in self._counted:
+        if request in self._counted and not self.pending():
             return self._counted.pop(request)
         raise (
             self.error()
@@ -306,7 +307,7 @@ class WatcherClient:
         self.read()
         while not done() and self.is_alive() and (left := max(begin, self._held_at) + seconds - time.monotonic()) > 0:
             poll.register(self._socket, select.POLLIN)
-            poll.poll(1000 * left)
+            poll.poll(min(1000 * left, _POLL_MS))
             self.read()
 
     def ending(self) -> None:
