@@ -5,17 +5,20 @@ Wrapping is explicit delegation: the wrapped object keeps its class and behaviou
 
 import functools
 import inspect
+import re
 import types
 from collections.abc import Callable
 from typing import Any
 
-from allred import nest
+import numpy as np
+
+from allred import arrays, native, nest, world
 from allred.comm import functions
 from allred.comm.communicator import Communicator
 from allred.comm.ops import Compression, ReduceOp
 from allred.comm.process_set import ProcessSet
 from allred.data.loader import claim_samples
-from allred.errors import InputError
+from allred.errors import InputError, MismatchError
 from allred.modes.clipping import GradScaler
 from allred.modes.detect.mistake_checks import MistakeChecks
 from allred.modes.optimizer import DistributedOptimizer, is_torch_optimizer
@@ -26,6 +29,12 @@ from allred.ps import context
 from allred.ps.consistency import Policy
 from allred.ps.placement import How
 
+_ARGUMENT = "argument with the hash"
+_DIFFERENT_ARGUMENTS = (
+    "the ranks pass different parameters, but only gradients at the same parameters can be averaged. If an optimizer "
+    "calls this function, as scipy.optimize.minimize does, use gradients(..., values=True), so that it decides by the "
+    "same value on all ranks; ALLRED_CHECK_STEPS=0 switches this check off"
+)
 _NOTHING = object()  # None may be passed by mistake
 
 
@@ -109,18 +118,28 @@ class _Distributed:
         name: str = "",
         process_set: ProcessSet | None = None,
         compression: Compression = Compression.none,
+        values: bool = False,
     ) -> Any:
         """Make a function that returns gradients return their mean over all ranks. Collective when called.
 
         The function returns a nest of gradients (arrays and numbers), or a tuple whose last element is that nest. So
         gradients that are themselves a tuple must be returned as a list, or as `(grads,)`. Arrays are overwritten with
-        the mean; the elements before the gradients (a loss, for example) stay those of this rank. Ranks are weighted by
-        their samples in `allred.data.batches`. Use it on the function or wrap the optimizer, not both.
+        the mean; the elements before the gradients (a loss, for example) stay those of this rank, unless `values` is
+        True. Ranks are weighted by their samples in `allred.data.batches`. Use it on the function or wrap the
+        optimizer, not both.
+
+        An optimizer that decides by the value of the function, as all of scipy.optimize do, needs `values=True`: else
+        each rank decides by its own value, and the ranks take different steps.
+
+            function = allred.distributed.gradients(loss_and_gradient, op=allred.Sum, values=True)
+            scipy.optimize.minimize(function, x, jac=True)          # on every rank, with the same x
 
         Arguments: see `allred.distributed`. nonfinite: "raise" or "ignore"; there is no step that could be skipped.
-        name: default: the name of the function.
+        name: default: the name of the function. values: whether the elements before the gradients, numbers or arrays,
+        are reduced too, in the same exchange.
 
-        Raises TypeError if it is not a function; the call raises InputError in mode ps.
+        Raises TypeError if it is not a function. The call raises InputError in mode ps; and MismatchError if it gets
+        one array, of the shape of the gradient, that differs between the ranks.
 
         Example: on 2 ranks, `allred.distributed.gradients(lambda: [float(allred.rank())])()` returns `[0.5]`.
         """
@@ -128,11 +147,11 @@ class _Distributed:
             name, op, bucket_bytes=bucket_bytes, nonfinite=nonfinite, process_set=process_set, compression=compression
         )
         if function is None:
-            return lambda later: _wrap_function(later, options)
-        return _wrap_function(function, options)
+            return lambda later: _wrap_function(later, options, values)
+        return _wrap_function(function, options, values)
 
 
-def _wrap_function(function: Callable[..., Any], options: StepOptions) -> Callable[..., Any]:
+def _wrap_function(function: Callable[..., Any], options: StepOptions, values: bool) -> Callable[..., Any]:
     if not isinstance(function, (types.FunctionType, types.MethodType)):
         raise TypeError(f"allred.distributed.gradients takes a function, got {function!r}")
     if hasattr(function, "_averages_gradients"):
@@ -153,15 +172,41 @@ def _wrap_function(function: Callable[..., Any], options: StepOptions) -> Callab
             )
         result = function(*args, **kwargs)
         *others, grads = result if isinstance(result, tuple) and result else (result,)
+        given = {"value": others, "gradient": grads} if values else grads
         with functions.within(options.process_set):
             communicator = functions.current()
-            mean = reduce_gradients(communicator, reducer, checks, _step_input(communicator, grads), title)
+            step, settings = _step_input(communicator, given), _argument(args, grads)
+            try:
+                mean = reduce_gradients(communicator, reducer, checks, step, title, settings)
+            except MismatchError as error:
+                if len(set(re.findall(rf"{_ARGUMENT} (\w+)", str(error)))) > 1:
+                    where = str(error).partition("\n")[2]
+                    error.args = ("\n".join(filter(None, (f"{title}: {_DIFFERENT_ARGUMENTS}", where))),)
+                raise
         assert mean is not None  # no step is skipped
-        averages = nest.rebuild(grads, mean)
+        averages = nest.rebuild(given, mean)
+        if values:
+            others, averages = list(map(_as_before, others, averages["value"])), averages["gradient"]
         return (*others, averages) if isinstance(result, tuple) and result else averages
 
     averaged._averages_gradients = True  # type: ignore[attr-defined]
     return averaged
+
+
+def _argument(args: tuple[Any, ...], grads: Any) -> str:
+    """Describe the one argument of a function if it is an array like its gradient, which all ranks must pass alike."""
+    if not (len(args) == 1 and type(args[0]) is type(grads) is np.ndarray and args[0].shape == grads.shape):
+        return ""
+    if not world.config().check_steps:
+        return ""
+    return f"{_ARGUMENT} {native.hashes([arrays.as_bytes(args[0])])[0]:016x}"
+
+
+def _as_before(before: Any, reduced: Any) -> Any:
+    """Return a reduced number as it was before: a number, not an array."""
+    if isinstance(before, np.ndarray):
+        return reduced
+    return reduced.item() if isinstance(before, (int, float, complex)) else reduced[()]
 
 
 def _step_input(communicator: Communicator, grads: Any) -> StepInput:

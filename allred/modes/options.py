@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 from allred import nest
+from allred.comm import ops
 from allred.comm.communicator import Communicator
 from allred.comm.ops import Compression, ReduceOp
 from allred.comm.process_set import ProcessSet
@@ -47,6 +48,7 @@ class StepOptions:
     ops: ClassVar[tuple[ReduceOp, ...]] = (ReduceOp.AVERAGE, ReduceOp.SUM)  # that `op` may be
 
     def __post_init__(self) -> None:
+        self._replace("op", ops.of(self.op))
         self._check_types()
         self._replace("accumulate", integer("accumulate", self.accumulate, 1, "it counts micro-steps"))
         self._replace("bucket_bytes", _size(self.bucket_bytes))

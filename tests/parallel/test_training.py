@@ -3,10 +3,12 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from mpi4py import MPI
+from scipy.optimize import minimize
 
 import allred
 from allred import checkpoint, nest, optim
-from allred.errors import InputError, MismatchError
+from allred.errors import InputError, MismatchError, NonFiniteError
 from allred.modes import load_checkpoint
 
 pytestmark = pytest.mark.mpi
@@ -111,6 +113,65 @@ def test_gradient_functions_average_their_last_result(rank, size):
     assert loss == rank
     assert grads["w"].tolist() == [mean] * 3
     assert grads["b"] == mean
+
+
+def test_gradient_functions_reduce_their_values_too(rank, size):
+    x, total = np.arange(3.0), size * (size - 1) / 2
+
+    @allred.distributed.gradients(values=True)
+    def means(x):
+        return float(rank), np.float32(rank), np.full(2, rank, np.float32), np.array(1.0 * rank), x * rank
+
+    *numbers, grad = means(x)
+    assert [np.asarray(number).tolist() for number in numbers] == [
+        total / size,
+        total / size,
+        [total / size] * 2,
+        total / size,
+    ]
+    assert [type(number) for number in numbers] == [float, np.float32, np.ndarray, np.ndarray]
+    assert grad.tolist() == (x * total / size).tolist()
+
+    @allred.distributed.gradients(values=True, op=MPI.SUM)
+    def sums(params):
+        return rank, {"w": params["w"] * rank}
+
+    value, grads = sums({"w": x})
+    assert (value, type(value)) == (total, int)
+    assert grads["w"].tolist() == (x * total).tolist()
+
+    for result, words in (
+        (("text", x.copy()), "'value.0': dtype <U4 is not supported"),
+        ((1.0, x * np.nan), "gradients are not finite: 'gradient'"),
+        ((np.nan, x.copy()), "gradients are not finite: 'value.0'"),
+    ):
+        function = allred.distributed.gradients(lambda x, result=result: result, values=True)
+        with pytest.raises((InputError, NonFiniteError), match=words):
+            function(x)
+
+
+@pytest.mark.parametrize("method", ["BFGS", "L-BFGS-B", "CG"])
+def test_an_optimizer_that_decides_by_the_value_gets_the_same_one_on_all_ranks(rank, size, method):
+    def function_of(numbers):
+        def function(x):  # the sum over ranks is convex; each rank's part has another minimum
+            differences = x - numbers[:, None]
+            return float(np.log(np.cosh(differences)).sum()), np.tanh(differences).sum(axis=0)
+
+        return function
+
+    everything = np.random.default_rng(0).normal(size=(size, 7)) * 3
+    serial = minimize(function_of(everything.reshape(-1)), np.zeros(3), jac=True, method=method)
+    together = allred.distributed.gradients(function_of(everything[rank]), op=allred.Sum, values=True)
+    found = minimize(together, np.zeros(3), jac=True, method=method)
+    np.testing.assert_allclose(found.fun, serial.fun, rtol=1e-6)
+    np.testing.assert_allclose(found.x, serial.x, atol=1e-3)
+    assert len(set(allred.allgather_object((found.nfev, found.x.tobytes())))) == 1
+
+    if size > 1:
+        alone = allred.distributed.gradients(function_of(everything[rank]), op=allred.Sum)
+        with pytest.raises(MismatchError, match=r"function\(\): the ranks pass different parameters, .* values=True"):
+            for start in (np.zeros(3), np.full(3, float(rank))):  # a rank may complete the first search alone
+                minimize(alone, start, jac=True, method=method)
 
 
 def test_broadcast_gives_everyone_the_roots_parameters_and_state(rank, size):
