@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from allred import arrays, native
+from allred import arrays, native, nest
 from allred.arrays import Array
 
 
@@ -31,7 +31,7 @@ class Tensor(NamedTuple):
         return self.elements * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return f"'{self.name}' {arrays.describe(self.shape, self.dtype)}"
+        return f"{nest.quoted(self.name)} {arrays.describe(self.shape, self.dtype)}"
 
 
 def assign_buckets(sizes: Sequence[int], dtypes: Sequence[Any], limit_bytes: int) -> list[list[int]]:

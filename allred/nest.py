@@ -45,6 +45,15 @@ def _walk(tree: Any, path: str, found: list[Leaf]) -> None:
             found.append((name, value))
 
 
+def quoted(name: str, what: str = "") -> str:
+    """Return the name of a leaf for a message, after `what` it is.
+
+    >>> quoted("fc1.w"), quoted("fc1.w", "parameter"), quoted(""), quoted("", "parameter")
+    ("'fc1.w'", "parameter 'fc1.w'", 'the array', 'the parameter')
+    """
+    return f"{what} '{name}'".strip() if name else f"the {what or 'array'}"
+
+
 # The structure of a nest: None for a leaf, else (class, keys of a dict or None, structures of the children).
 Structure = tuple[type, tuple[Any, ...] | None, tuple[Any, ...]] | None
 NO_STRUCTURE: Structure = object, None, ()  # that of no nest

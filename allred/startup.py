@@ -137,7 +137,8 @@ def enter(comm: Any, cluster: Cluster | None = None, **arguments: Any) -> None:
 class _Facts:
     """The facts about one rank that all ranks exchange.
 
-    settings: those that were set, or a problem. generation: of the last world of this process.
+    settings: those that were set, or a problem. mpi_rank: in MPI.COMM_WORLD. generation: of the last world of this
+    process.
     """
 
     settings: dict[str, Any] | str
@@ -145,6 +146,7 @@ class _Facts:
     cores: Cores
     transport: TransportFacts
     ignored_host_file: str  # an error, or ""
+    mpi_rank: int
     generation: int
 
 
@@ -175,7 +177,8 @@ def _join_ranks(comm: Any, settings: dict[str, Any] | str, cluster: Cluster, in_
     own_mpirun = library.startswith("Open MPI") and not runner_address()  # `allred run` passes the hosts itself
     ignored = mpi.ignored_host_file(bootstrap.size) if own_mpirun else ""
     transport = TransportFacts(host, bootstrap.mpi is not None, native.available, topology.fabric(), gpus)
-    mine = _Facts(settings, host, processors.own_cores(), transport, ignored, world.last_generation)
+    own = mpi.world_rank(control.rank)
+    mine = _Facts(settings, host, processors.own_cores(), transport, ignored, own, world.last_generation)
     facts: list[_Facts] = control.allgather_object(mine).wait()
     bootstrap.generation = control.generation = 1 + max(each.generation for each in facts)
     try:
@@ -191,7 +194,7 @@ def _join_ranks(comm: Any, settings: dict[str, Any] | str, cluster: Cluster, in_
     world.install(here)
     _connect_servers_and_clients(here, plan, control, bootstrap.mpi, cluster)
     _start_watchers(plan, facts, control, bootstrap)
-    log.info(_banner(here, library))
+    log.info(_banner(here, library, [each.mpi_rank for each in facts]))
     if oversubscription := processors.oversubscription([each.cores for each in facts], [each.host for each in facts]):
         log.info(f"warning: {oversubscription}")
 
@@ -341,9 +344,14 @@ def _start_watchers(plan: _Decisions, facts: list[_Facts], control: Communicator
     watch.start(control, everyone, plan.config, reach, expendable=expendable, launcher=bootstrap.launcher_ends_job)
     if plan.servers or plan.clients:
         watch.set_role(topology.role())
+    elif (number := facts[control.rank].mpi_rank) != control.rank:
+        watch.set_role(f"rank {number} of MPI.COMM_WORLD")
 
 
-def _banner(here: World, library: str) -> str:
+_LISTED = 16  # numbers in MPI.COMM_WORLD that the banner shows
+
+
+def _banner(here: World, library: str, mpi_ranks: list[int]) -> str:
     from allred import __version__
 
     shape, config = here.topology, here.config
@@ -354,6 +362,9 @@ def _banner(here: World, library: str) -> str:
         ranks += f", {count(servers, 'parameter server')}" * (servers > 0)
         ranks += f", {count(clients, 'client')}" * (clients > 0)
     nodes = f"{shape.nodes} nodes, chief on {socket.gethostname()}" if shape.nodes > 1 else socket.gethostname()
+    if mpi_ranks != list(range(len(mpi_ranks))):
+        listed = [*map(str, mpi_ranks[:_LISTED]), *["..."] * (len(mpi_ranks) > _LISTED)]
+        ranks += f" ({', '.join(listed)} of MPI.COMM_WORLD)"
     extension = "C extension" if native.available else "no C extension (python -m allred.native says why)"
     return (
         f"{__version__}: {ranks} on {nodes}; mode {config.mode}; backend {here.communicator.name} ({here.reason}); "

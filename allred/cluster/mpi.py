@@ -225,6 +225,12 @@ def communicator_of(everyone: Any, ranks: Sequence[int]) -> Any:
     return everyone.Create_group(everyone.Get_group().Incl(ranks))
 
 
+def world_rank(default: int) -> int:
+    """Return this rank's number in MPI.COMM_WORLD, or `default` without MPI."""
+    MPI = sys.modules.get("mpi4py.MPI")  # noqa: N806  (mpi4py's spelling)
+    return default if MPI is None or not MPI.Is_initialized() else int(MPI.COMM_WORLD.Get_rank())
+
+
 def check_torchrun(environ: Mapping[str, str] = os.environ) -> None:
     """Raise ConfigError if torchrun started several processes: each would be a world of one rank for MPI."""
     size = environ.get("WORLD_SIZE", "")

@@ -234,22 +234,23 @@ def _check_optimizer(optimizer: Any, content: SavedTensors, path: pathlib.Path) 
 def _check_parameters(named: list[nest.Leaf], values: dict[str, Any], path: pathlib.Path) -> None:
     """Raise CheckpointError if the values of a checkpoint are of another model."""
     for name, leaf in named:
+        title = nest.quoted(name, "parameter")
         if name not in values or values[name].shape != leaf.shape:
             got = f"has shape {values[name].shape} in it" if name in values else "is not in it"
             raise CheckpointError(
-                f"{path} is of another model: parameter '{name}' of this model has shape {leaf.shape}, but {got}; "
+                f"{path} is of another model: {title} of this model has shape {leaf.shape}, but {got}; "
                 "pass the directory of this model's checkpoints"
             )
         if isinstance(leaf, np.ndarray) and not leaf.flags.writeable:
-            raise InputError(f"restore: parameter '{name}' is a read-only array; pass a copy")
+            raise InputError(f"restore: {title} is a read-only array; pass a copy")
         dtype = gpu.shape_and_dtype(leaf)[1] if gpu.is_device(leaf) else leaf.dtype
         try:
             arrays.dtype_code(dtype)
         except InputError as error:
-            raise InputError(f"restore: parameter '{name}': {error}") from None
+            raise InputError(f"restore: {title}: {error}") from None
         if not arrays.can_hold(dtype, values[name]):
             raise CheckpointError(
-                f"{path}: parameter '{name}' is {dtype} in this model, which cannot hold the {values[name].dtype} "
+                f"{path}: {title} is {dtype} in this model, which cannot hold the {values[name].dtype} "
                 f"values of the checkpoint; create the parameter with dtype {values[name].dtype}"
             )
     if odd := sorted(set(values) - {name for name, _ in named}):

@@ -122,17 +122,17 @@ def parameter(name: str, leaf: Any) -> Tensor:
         if not takes_gpu():
             arrays.as_host_array(leaf)  # raises
         if not gpu.adopt(leaf).writable:
-            raise InputError(f"{_title(name)} is on a GPU and cannot be written to; it is updated in place")
+            raise InputError(
+                f"{nest.quoted(name, 'parameter')} is on a GPU and cannot be written to; it is updated in place"
+            )
         return tensor_of(name, leaf)
     arrays.as_host_array(leaf)  # raises its own errors for devices, torch tensors and masked arrays
     if not isinstance(leaf, np.ndarray) or not leaf.flags.writeable:
         what = "a read-only array" if isinstance(leaf, np.ndarray) else type(leaf).__name__
-        raise InputError(f"{_title(name)} is {what}; it is updated in place, so it must be a writable array")
+        raise InputError(
+            f"{nest.quoted(name, 'parameter')} is {what}; it is updated in place, so it must be a writable array"
+        )
     return tensor_of(name, leaf)
-
-
-def _title(name: str) -> str:
-    return f"parameter '{name}'" if name else "the parameter"
 
 
 class Accumulator:

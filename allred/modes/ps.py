@@ -266,8 +266,8 @@ class PsMode(Mode):
         name, how = next(iter(found.items()))
         more = f", and {len(found) - 1} more" if len(found) > 1 else ""
         raise NonFiniteError(
-            f"{self._title}: the gradient of '{name}' of worker {self._context.worker} is not finite ({how}){more}; "
-            "nothing was pushed. Policies: raise, skip, ignore (ALLRED_NONFINITE)"
+            f"{self._title}: the gradient of {nest.quoted(name)} of worker {self._context.worker} is not finite ({how})"
+            f"{more}; nothing was pushed. Policies: raise, skip, ignore (ALLRED_NONFINITE)"
         )
 
     def share(self, params: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from allred import arena, arrays, native, world
+from allred import arena, arrays, native, nest, world
 from allred.arrays import Array
 from allred.comm import functions, ops
 from allred.comm.arguments import memory_conflicts
@@ -392,7 +392,7 @@ def tensor_of(name: str, value: Any) -> Tensor:
         array = value if type(value) is np.ndarray else arrays.as_host_array(value)
         return _tensor(name, array.shape, array.dtype)
     except InputError as error:
-        raise InputError(f"'{name}': {error}") from None
+        raise InputError(f"{nest.quoted(name)}: {error}") from None
 
 
 @functools.lru_cache(maxsize=2**16)  # called for every gradient

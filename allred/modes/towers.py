@@ -158,7 +158,7 @@ class _Mean:
             raise InputError(f"Towers: only {whose} returned a gradient '{odd}'; all have to return the same nest")
         for index, (name, value) in enumerate(named):
             if value is not None:
-                self._add(index, _host(value, f"the gradient '{name}' of tower {tower}"), tower, weight)
+                self._add(index, _host(value, f"the gradient of {nest.quoted(name)} of tower {tower}"), tower, weight)
 
     def _add(self, index: int, grad: Array, tower: int, weight: float) -> None:
         name, before, dtype = self._names[index], self._sums[index], self._dtypes[index]
@@ -166,7 +166,8 @@ class _Mean:
             grad = np.asarray(float(grad))  # a number
         if not arrays.is_float(grad.dtype):
             raise InputError(
-                f"Towers: the gradient '{name}' of tower {tower} is {grad.dtype.name}; only floats have a mean"
+                f"Towers: the gradient of {nest.quoted(name)} of tower {tower} is {grad.dtype.name}; only floats "
+                "have a mean"
             )
         wide = arrays.accumulator(grad.dtype)
         added = np.asarray(np.multiply(grad, weight, dtype=wide))
@@ -175,8 +176,9 @@ class _Mean:
         elif grad.shape != before.shape or grad.dtype != dtype:
             assert dtype is not None
             raise InputError(
-                f"Towers: the gradient '{name}' is {arrays.describe(grad.shape, grad.dtype)} in tower {tower}, but "
-                f"{arrays.describe(before.shape, dtype)} in those before; it has to be like its parameter in all"
+                f"Towers: the gradient of {nest.quoted(name)} is {arrays.describe(grad.shape, grad.dtype)} in tower "
+                f"{tower}, but {arrays.describe(before.shape, dtype)} in those before; it has to be like its parameter "
+                "in all"
             )
         else:
             np.add(before, added, out=before)

@@ -23,7 +23,7 @@ from allred import native
 from allred.arrays import Array, view_as_complex, view_as_real
 from allred.errors import InputError
 from allred.gpu import kernels
-from allred.nest import Leaf, leaves, structure
+from allred.nest import Leaf, leaves, quoted, structure
 from allred.optim.schedules import Schedule
 from allred.optim.step_input import CheckedInput, Kernel, Kind, Known, PendingUpdates, Slots, kind_of
 from allred.validators import integer, non_negative
@@ -76,21 +76,23 @@ def check_gradient(who: str, name: str, param: Array, grad: Any) -> None:
         np.iscomplexobj(grad) if number else is_float_tensor(grad) and grad.dtype.kind == "c"
     ) and param.dtype.kind != "c":
         raise InputError(
-            f"{who}: the gradient of {name!r} is complex, but its parameter is {describe(param)}; pass the real part"
+            f"{who}: the gradient of {quoted(name)} is complex, but its parameter is {describe(param)}; pass its real "
+            "part"
         )
     if not number and not is_float_tensor(grad):
         raise InputError(
-            f"{who}: the gradient of {name!r} must be an array of floats, but is {describe(grad)}; convert it first"
+            f"{who}: the gradient of {quoted(name)} must be an array of floats, but is {describe(grad)}; convert it "
+            "first"
         )
     shape = () if number else tuple(grad.shape)
     if shape != tuple(param.shape):
         raise InputError(
-            f"{who}: the gradient of {name!r} must have its parameter's shape {tuple(param.shape)}, but has {shape}; "
-            "reduce or reshape it first"
+            f"{who}: the gradient of {quoted(name)} must have its parameter's shape {tuple(param.shape)}, but has "
+            f"{shape}; reduce or reshape it first"
         )
     if not number and isinstance(grad, np.ndarray) != isinstance(param, np.ndarray):
         raise InputError(
-            f"{who}: parameter {name!r} is {describe(param)} but its gradient {describe(grad)}; "
+            f"{who}: {quoted(name, 'parameter')} is {describe(param)} but its gradient {describe(grad)}; "
             "copy both to the same device first"
         )
 
@@ -312,7 +314,7 @@ class Optimizer(ABC):
             if self._checked_before(name, param, grad):
                 slots = self._slots[name]
             else:
-                check_writable(who, f"parameter {name!r}", param)
+                check_writable(who, quoted(name, "parameter"), param)
                 check_gradient(who, name, param, grad)
                 slots = self._fitting_slots(who, name, param)
             work.names.append(name)
@@ -416,7 +418,7 @@ def _check_state(who: str, state: Any) -> tuple[int, dict[str, Slots]]:
         for slot, array in held.items():
             if not (hasattr(array, "shape") and hasattr(array, "dtype") and hasattr(array, "copy")):
                 raise InputError(
-                    f"{who}: slot {slot!r} of {name!r} must be an array, but is {describe(array)}; {remedy}"
+                    f"{who}: slot {slot!r} of {quoted(name)} must be an array, but is {describe(array)}; {remedy}"
                 )
     return integer(f"{who}: 'global_step'", state["global_step"], 0, "it counts the updates done"), slots
 
@@ -440,7 +442,7 @@ def _convert_slots(who: str, name: str, loaded: Slots, fresh: Slots) -> Slots:
     got = {slot: tuple(array.shape) for slot, array in loaded.items()}
     if got != expected:
         raise InputError(
-            f"{who}: parameter {name!r} needs the slots {expected}, but the state holds {got}; "
+            f"{who}: {quoted(name, 'parameter')} needs the slots {expected}, but the state holds {got}; "
             "restore the state of the same optimizer, hyper-parameters and model, or make a new optimizer"
         )
     for slot, array in fresh.items():
@@ -448,7 +450,7 @@ def _convert_slots(who: str, name: str, loaded: Slots, fresh: Slots) -> Slots:
             is_float_tensor(array) and np.can_cast(loaded[slot].dtype, array.dtype, "same_kind")
         ):
             raise InputError(
-                f"{who}: slot {slot!r} of parameter {name!r} must be {describe(array)}, but is "
+                f"{who}: slot {slot!r} of {quoted(name, 'parameter')} must be {describe(array)}, but is "
                 f"{describe(loaded[slot])} in the state; restore the state of the same optimizer"
             )
     return {slot: np.asarray(loaded[slot], dtype=array.dtype, like=array) for slot, array in fresh.items()}

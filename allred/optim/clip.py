@@ -11,7 +11,7 @@ import numpy as np
 
 from allred.arrays import Array, view_as_real
 from allred.errors import InputError
-from allred.nest import leaves
+from allred.nest import leaves, quoted
 from allred.optim.base import check_writable, compute_dtype, describe, is_float_tensor
 from allred.validators import positive
 
@@ -88,7 +88,8 @@ def global_norm(grads: Any) -> float:
             tensors.append(grad)
         elif grad is not None:
             raise InputError(
-                f"global_norm: gradient {name!r} must be an array of floats, but is {describe(grad)}; convert it first"
+                f"global_norm: {quoted(name, 'gradient')} must be an array of floats, but is {describe(grad)}; "
+                "convert it first"
             )
     return _norm(tensors)
 
@@ -104,6 +105,6 @@ def _writable(who: str, grads: Any) -> list[Array]:
     tensors = []
     for name, grad in leaves(grads):
         if grad is not None:
-            check_writable(who, f"gradient {name!r}", grad)
+            check_writable(who, quoted(name, "gradient"), grad)
             tensors.append(grad)
     return tensors

@@ -24,6 +24,7 @@ JSON_BYTES = 12  # that a character takes at most in JSON
 VERDICT_CHARS = 9000  # the longest verdict, and the end of a traceback
 WORDS_CHARS = 500  # an operation, or the last line of a traceback
 ROLE_CHARS = 200  # the text of `set_role`
+POLL_S = 0.005  # of a wait for the watcher: the signal handler may read the message just before the wait polls
 HELLO_S = 3.0  # for the first message of a rank that has connected
 WELCOME_S = 10.0  # for the watcher to accept a rank
 FIRST_RANK_S = 60.0  # for the first rank to connect; else the watcher ends

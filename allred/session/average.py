@@ -53,7 +53,7 @@ class MovingAverage:
         self._scratch: dict[Any, Array] = {}  # one array per dtype
         self._swapped = False
         for name, param in self._leaves():
-            check_writable("MovingAverage", f"parameter {name!r}", param)
+            check_writable("MovingAverage", nest.quoted(name, "parameter"), param)
             self._averages[name] = np.array(param, dtype=compute_dtype(param), like=param)
 
     def decay_at(self, step: int) -> float:
@@ -121,8 +121,8 @@ class MovingAverage:
         for name, average in self._averages.items():
             if not is_float_tensor(loaded[name]) or loaded[name].shape != average.shape:
                 raise InputError(
-                    f"{who}: the average of {name!r} must be an array of floats of shape {average.shape}, but is "
-                    f"{describe(loaded[name])}; load the state of the same model"
+                    f"{who}: the average of {nest.quoted(name)} must be an array of floats of shape {average.shape}, "
+                    f"but is {describe(loaded[name])}; load the state of the same model"
                 )
         for name, average in self._averages.items():
             average[...] = np.asarray(loaded[name], dtype=average.dtype, like=average)
@@ -140,8 +140,8 @@ class MovingAverage:
             average = self._averages[name]
             if param.shape != average.shape or compute_dtype(param) != average.dtype:
                 raise InputError(
-                    f"{who}: parameter {name!r} is {describe(param)}, but its average is {describe(average)}; "
-                    "create a new MovingAverage for another model"
+                    f"{who}: {nest.quoted(name, 'parameter')} is {describe(param)}, but its average is "
+                    f"{describe(average)}; create a new MovingAverage for another model"
                 )
         return [(param, self._averages[name]) for name, param in leaves]
 

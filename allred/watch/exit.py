@@ -78,9 +78,9 @@ def take_over(MPI: Any, finalizes: bool, lifeline: int = -1) -> None:  # noqa: N
     if MPI.COMM_WORLD.Get_size() > 1 or runner_link.address():
         excepthook.watch(_end_soon)
         if finalizes and native.arm_exit is not None:
-            mpi, arm, who = _functions(MPI), native.arm_exit, _who()
+            mpi, arm = _functions(MPI), native.arm_exit
             _arm = lambda text, code, fd, duty, grace_s, status: arm(  # noqa: E731
-                mpi, who, text, code, _stuck, fd, duty, lifeline, grace_s, status
+                mpi, _who(), text, code, _stuck, fd, duty, lifeline, grace_s, status
             )
             if not _arm("", 0, -1, _TELL, -1.0, 0):
                 _arm = None
@@ -215,8 +215,12 @@ def _printable(words: str) -> str:
 
 
 def _who() -> str:
-    rank = os.environ.get("PMI_RANK", "?") if _mpi is None else _mpi.COMM_WORLD.Get_rank()
-    return f"rank {rank} on {socket.gethostname()}"
+    """Name this rank by its number in the world, and in MPI if that is another one."""
+    number = os.environ.get("PMI_RANK", "?") if _mpi is None else _mpi.COMM_WORLD.Get_rank()
+    here = world.current_or_none()
+    rank = number if here is None or _mpi is None else here.topology.world_rank
+    more = "" if rank == number else f" (rank {number} of MPI.COMM_WORLD)"
+    return f"rank {rank}{more} on {socket.gethostname()}"
 
 
 def _end_job(what: str, status: int) -> None:

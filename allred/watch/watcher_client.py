@@ -27,7 +27,6 @@ from allred.runtime import timings
 from allred.runtime.stderr import rank_warning
 from allred.watch import runner_link
 
-_POLL_MS = 5.0  # the signal handler may read the message of a wait just before it polls
 _F_SETOWN_EX, _F_OWNER_TID = 15, 0  # of Linux; the module fcntl lacks them
 
 
@@ -307,7 +306,7 @@ class WatcherClient:
         self.read()
         while not done() and self.is_alive() and (left := max(begin, self._held_at) + seconds - time.monotonic()) > 0:
             poll.register(self._socket, select.POLLIN)
-            poll.poll(min(1000 * left, _POLL_MS))
+            poll.poll(1000 * min(left, timings.POLL_S))
             self.read()
 
     def ending(self) -> None:

@@ -46,7 +46,7 @@ def test_tensors(count, parallel):
     "grad", [torch.ones(2, dtype=torch.bfloat16), torch.ones(2, device="meta"), torch.ones(2).to_sparse()]
 )
 def test_tensors_that_numpy_cannot_see(grad):
-    with pytest.raises(InputError, match="the gradient 'w' of tower 0: "):
+    with pytest.raises(InputError, match="the gradient of 'w' of tower 0: "):
         allred.Towers(2, lambda params, x: (0, {"w": grad}))(None, np.arange(2))
 
 

@@ -305,8 +305,8 @@ def test_batches_that_cannot_be_split(batch, words):
         ([(0.0, [1.0], 2)], r"tower 0 returned a tuple of 3; expected a tuple \(loss, grads\)"),
         ([(np.zeros(2), [])], r"the loss of tower 0 is float64 \(2,\); expected a number"),
         ([("x", [])], "the loss of tower 0"),
-        ([(0, {"w": "x"})], "the gradient 'w' of tower 0"),
-        ([(0, {"w": np.arange(3)})], "the gradient 'w' of tower 0 is int64; only floats have a mean"),
+        ([(0, {"w": "x"})], "the gradient of 'w' of tower 0"),
+        ([(0, {"w": np.arange(3)})], "the gradient of 'w' of tower 0 is int64; only floats have a mean"),
         ([(0, {"w": 1.0}), (0, {"v": 1.0})], "only tower 1 returned a gradient 'v'"),
         ([(0, {"w": 1.0, "a": 1.0}), (0, {"w": 1.0})], "only tower 0 returned a gradient 'a'"),
         (

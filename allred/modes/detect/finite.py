@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from allred import arrays, native
+from allred import arrays, native, nest
 from allred.arrays import Array
 from allred.comm.ops import Compression
 from allred.fusion import Plan
@@ -112,7 +112,7 @@ def verdict(found: list[dict[str, str]], numbers: Sequence[int]) -> str:
     for name in names[:_NAMED]:
         having = [index for index, each in enumerate(found) if name in each]
         ranks = [numbers[index] for index in having]
-        words.append(f"'{name}' on {named('rank', ranks)} ({found[having[0]][name]})")
+        words.append(f"{nest.quoted(name)} on {named('rank', ranks)} ({found[having[0]][name]})")
     more = f"; and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f"gradients are not finite: {'; '.join(words)}{more}"
 
@@ -132,6 +132,6 @@ def overflow_of(plan: Plan, index: int, compression: Compression, more: str = ""
     wire = (arrays.name_of(dtype), compression) in _LARGEST
     limit = f"{arrays.DTYPES[compression.value]}, the wire dtype" if wire else arrays.name_of(dtype)
     return (
-        f"every rank's gradient is finite, but the sum over the ranks of '{name}'{more} is not: it exceeds the "
-        f"largest number of {limit}; the gradients may be overwritten"
+        f"every rank's gradient is finite, but the sum over the ranks of {nest.quoted(name)}{more} is not: it exceeds "
+        f"the largest number of {limit}; the gradients may be overwritten"
     )
