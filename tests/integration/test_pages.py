@@ -34,7 +34,8 @@ import runpy, sys
 import allred
 for file in sys.argv[1:]:
     runpy.run_path(file, run_name="__main__")
-    allred.shutdown()
+    if allred.is_initialized():
+        allred.shutdown()
 """
 
 
@@ -58,6 +59,30 @@ def test_readme_and_getting_started_and_precision(run, tmp_path):
     result = run("-c", ALL, *program_files(tmp_path).values())
     assert (result.code, result.out) == (0, "".join(PAGES.values())), result.text
     assert len((tmp_path / "0.py").read_text().splitlines()) <= 15
+
+
+FROM_MPI4PY = [
+    "distance to the optimum: 0.3",
+    "accuracy: 0.995, the same parameters on all ranks: True",
+    "centers [[0, 0], [5, 5], [0, 5]]",
+    "found [(1+2j), (3-1j)]",
+    "best learning rate: 0.1",
+    "the loss has fallen: True",
+]
+
+
+@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("mpi", ["mpich", pytest.param("openmpi", marks=pytest.mark.full)])
+def test_from_mpi4py(ranks, mpi, tmp_path):
+    """All programs of the page in one job. Three of them are examples."""
+    found = programs("from-mpi4py.md")
+    for name in ("evolution_strategies", "scipy_lockstep", "sweep"):
+        assert (ROOT / "examples" / f"{name}.py").read_text() in found
+    files = [tmp_path / f"{number}.py" for number in range(len(found))]
+    for file, program in zip(files, found, strict=True):
+        file.write_text(program)
+    result = mpirun(ranks, "-c", ALL, *files, mpi=mpi, env={"OMP_NUM_THREADS": "1"})
+    assert (result.code, sorted(result.out.splitlines())) == (0, sorted(FROM_MPI4PY)), result.text
 
 
 @pytest.mark.parametrize("page", ["../README.md", "precision.md", pytest.param("index.md", marks=pytest.mark.full)])
