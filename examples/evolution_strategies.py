@@ -1,4 +1,4 @@
-"""An evolution strategy: each rank tries its own perturbations, and all make the same update.
+"""An evolution strategy: each rank tries other perturbations.
 
     mpirun -np 2 python examples/evolution_strategies.py
 
@@ -18,11 +18,13 @@ target = np.linspace(-1, 1, 50)
 mine = range(allred.rank(), POPULATION, allred.size())  # of the population
 params, opt = np.zeros(50), allred.optim.Adam(lr=0.05)
 for generation in range(150):
-    noise = [np.random.default_rng([generation, i]).normal(size=50) for i in mine]
+    seeds = [[generation, i] for i in mine]
+    noise = [np.random.default_rng(seed).normal(size=50) for seed in seeds]
     scores = [-np.square(params + SIGMA * n - target).sum() for n in noise]
     over_all = allred.statistics(scores)
     weights = (np.array(scores) - over_all.mean) / over_all.std
-    gradient = allred.allreduce(weights @ noise, allred.Sum) / (POPULATION * SIGMA)
-    opt.step([params], [-gradient])  # the same on all ranks
+    gradient = allred.allreduce(weights @ noise, allred.Sum)
+    gradient /= -POPULATION * SIGMA  # of the loss, the same on all ranks
+    opt.step([params], [gradient])
 if allred.rank() == 0:
     print(f"distance to the optimum: {np.linalg.norm(params - target):.1f}")

@@ -1,10 +1,10 @@
-"""Logistic regression by L-BFGS of scipy on all ranks in lockstep, each with its own rows.
+"""Logistic regression by L-BFGS of scipy, each rank with its own rows.
 
     mpirun -np 2 python examples/scipy_lockstep.py
 
 The last line is:
 
-    accuracy: 0.9..., the same parameters on all ranks: True
+    accuracy: 0.9..., equal on all ranks: True
 """
 
 import numpy as np
@@ -32,4 +32,4 @@ found = minimize(loss_and_gradient, np.zeros(30), jac=True, method="L-BFGS-B")
 accuracy = np.mean(np.sign(x @ found.x) == y)
 equal = len(set(allred.allgather_object(found.x.tobytes()))) == 1
 if allred.rank() == 0:
-    print(f"accuracy: {accuracy:.3f}, the same parameters on all ranks: {equal}")
+    print(f"accuracy: {accuracy:.3f}, equal on all ranks: {equal}")

@@ -1,4 +1,4 @@
-"""A sweep: groups of ranks train with different learning rates, each group with an optimizer of its own.
+"""A sweep: groups of ranks train with other learning rates.
 
     mpirun -np 4 python examples/sweep.py
 
@@ -26,6 +26,8 @@ for rate in RATES[world.rank % groups :: groups]:
     for xs, ys in allred.data.batches(x, y, batch_size=40, epochs=2, seed=0):
         opt.step(w, 2 * xs.T @ (xs @ w - ys) / len(xs))
     losses[rate] = float(np.square(x @ w - y).mean())
-found = {rate: loss for part in world.allgather(losses) for rate, loss in part.items()}
+found = {}
+for part in world.allgather(losses):
+    found |= part
 if world.rank == 0:
     print("best learning rate:", min(found, key=found.get))

@@ -63,7 +63,7 @@ def test_readme_and_getting_started_and_precision(run, tmp_path):
 
 FROM_MPI4PY = [
     "distance to the optimum: 0.3",
-    "accuracy: 0.995, the same parameters on all ranks: True",
+    "accuracy: 0.995, equal on all ranks: True",
     "centers [[0, 0], [5, 5], [0, 5]]",
     "found [(1+2j), (3-1j)]",
     "best learning rate: 0.1",
