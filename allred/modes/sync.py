@@ -368,7 +368,7 @@ class SyncMode(Mode):
         batch = f"; global batch {reducer.samples} over {count(size, 'rank')}" if reducer.samples else ""
         lr = f"; learning rate {rate:g}, not scaled by the number of ranks" if isinstance(rate, float) else ""
         return (
-            f"{self._options.op.value} of {len(tensors)} gradients ({arrays.amount(plan.nbytes)}) "
+            f"{self._options.op.value} of {count(len(tensors), 'gradient')} ({arrays.amount(plan.nbytes)}) "
             f"in {count(len(plan.buckets), 'bucket')}{batch}{lr}"
         )
 

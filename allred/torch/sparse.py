@@ -23,7 +23,7 @@ class SparseGradients:
         """Agree on the names of parameters with sparse gradients on any rank. Collective. A rank without a gradient
         keeps the previous result for this parameter."""
         here = [name for name, parameter in parameters.items() if self._was_sparse(name, parameter)]
-        everyone = communicator.allgather_object(here, f"{title}: which gradients are sparse").wait()
+        everyone = communicator.allgather_object(here, f"{title}.step(): which gradients are sparse").wait()
         self.names = frozenset().union(*everyone)
 
     def _was_sparse(self, name: str, parameter: torch.Tensor) -> bool:

@@ -47,6 +47,26 @@ def test_without_the_extension_and_where_mpi_was_imported_first(mpi, failure, be
     check(mpirun(2, "-c", program(failure, before=before), mpi=mpi, timeout_s=40), failure)
 
 
+GROUP = """
+from mpi4py import MPI
+import allred
+group = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank > 0)
+allred.init(group)
+allred.barrier()
+if MPI.COMM_WORLD.rank == 2: raise ValueError("boom")
+allred.allreduce(1.0)
+"""
+
+
+@pytest.mark.parametrize("before", ["", WITHOUT_EXTENSION], ids=["C", "Python"])
+def test_messages_of_a_group_have_the_numbers_in_mpi_in_brackets(before):
+    result = mpirun(3, "-c", f"import sys; {before}\n{GROUP}", timeout_s=40)
+    assert result.code == 1, result.text
+    assert "2 ranks (1, 2 of MPI.COMM_WORLD) on" in result.err, result.text
+    assert "allred: rank 1 (rank 2 of MPI.COMM_WORLD) on " in result.err, result.text
+    assert "rank 2 on" not in result.err, result.text
+
+
 CAUGHT = "\ntry: sys.exit(2)\nexcept SystemExit as error: assert error.code == 2"
 AGAIN = "\ntry: sys.exit(0)\nexcept SystemExit as error: sys.exit(error)"
 THREAD = "\nimport threading\nthread = threading.Thread(target=sys.exit, args=(3,)); thread.start(); thread.join()"
