@@ -80,8 +80,8 @@ def is_complex(dtype: np.dtype[Any]) -> bool:
 
 
 def view_as_real(array: Array) -> Array:
-    """Return complex numbers as floats: a view over the same memory with one more dimension, (real, imaginary). Return
-    any other array itself.
+    """Return complex numbers, also of cupy, as floats: a view over the same memory with one more dimension,
+    (real, imaginary). Return any other array itself.
 
     >>> view_as_real(np.array([1 + 2j, 3]))
     array([[1., 2.],
@@ -89,8 +89,8 @@ def view_as_real(array: Array) -> Array:
     """
     if not is_complex(array.dtype):
         return array
-    real, half = array.real, array.itemsize // 2
-    return np.lib.stride_tricks.as_strided(real, (*array.shape, 2), (*array.strides, half))
+    pairs: Array = array[..., None].view(np.dtype(f"f{array.itemsize // 2}"))
+    return pairs
 
 
 def view_as_complex(parts: Array) -> Array:

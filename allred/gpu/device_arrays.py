@@ -344,11 +344,18 @@ def compute(
     """Apply a numpy ufunc to numbers and to arrays that are all on the host or all on one GPU.
 
     wide: dtype of the computation. The result is `out`, or a new array of the same framework as the first array. It is
-    rounded once: to the dtype of `out`, or to `dtype` if given.
+    rounded once: to the dtype of `out`, or to `dtype` if given. Arrays of complex numbers are computed as real ones:
+    (inf + 0j) * 2 is inf + nan j in complex arithmetic.
     """
     first = next(filter(is_device, operands), None)
     if first is None:
-        made = np.asarray(function(*operands, out=out, dtype=wide, casting="same_kind"))
+        if arrays.is_complex(wide):
+            parts = [arrays.view_as_real(each) if isinstance(each, np.ndarray) else each for each in operands]
+            wide, into = np.empty(0, wide).real.dtype, None if out is None else arrays.view_as_real(out)
+            found = function(*parts, out=into, dtype=wide, casting="same_kind")
+            made = arrays.view_as_complex(found) if out is None else out
+        else:
+            made = np.asarray(function(*operands, out=out, dtype=wide, casting="same_kind"))
         return made if dtype is None else made.astype(dtype, copy=False)
     like = adopt(first)
     with on_stream(like):

@@ -56,19 +56,22 @@ class Matcher:
         return tensors, leaves, values, problem, plain
 
     def _warn_float64(self, tensors: list[Tensor], leaves: list[Any], values: list[Any]) -> None:
-        """Print one warning if gradients are float64 and their parameters float32."""
+        """Print one warning if gradients are float64 and their parameters float32, or complex128 and complex64."""
         wide = [
-            tensor.name
+            (tensor, dtype)
             for tensor, leaf, value in zip(tensors, leaves, values, strict=True)
-            if tensor.dtype == np.float64 and value is not None and tensor_of(tensor.name, leaf).dtype == np.float32
+            if value is not None
+            and (dtype := tensor_of(tensor.name, leaf).dtype) in (np.float32, np.complex64)
+            and tensor.dtype == np.result_type(dtype, np.float64)
         ]
         if wide:
             self._warned_float64 = True
             others = f" and {len(wide) - 1} more" if len(wide) > 1 else ""
+            (name, _, double), single = wide[0]
             log.warning(
-                f"{self._title}: the gradients of float32 parameters are float64 ('{wide[0]}'{others}). float64 "
-                "doubles the bytes that are sent, and the parameters stay float32. Compute the gradients in float32 "
-                "(float64 data or constants make them float64), or pass grad.astype(numpy.float32)"
+                f"{self._title}: the gradients of {single} parameters are {double} ('{name}'{others}). {double} "
+                f"doubles the bytes that are sent, and the parameters stay {single}. Compute the gradients in {single} "
+                f"({double} data or constants make them {double}), or pass grad.astype(numpy.{single})"
             )
 
     def _match_again(self, params: Any, grads: Any) -> Matched | None:
@@ -178,6 +181,7 @@ class Accumulator:
         for index, (tensor, value) in enumerate(zip(tensors, values, strict=True)):
             if value is not None and weight:
                 wide = arrays.accumulator(tensor.dtype)
+                value = np.asarray(value, wide) if isinstance(value, (int, float, complex)) else value
                 added, before = compute(np.multiply, value, weight, wide=wide), self._sums[index]
                 self._sums[index] = added if before is None else compute(np.add, before, added, wide=wide)
 

@@ -165,7 +165,8 @@ class Overlap:
             return _unknown(name, list(self._positions))
         tensor = self._tensors[index]
         try:
-            got = tensor if isinstance(grad, (int, float)) else tensor_of(name, grad)
+            number = isinstance(grad, (int, float)) or (isinstance(grad, complex) and arrays.is_complex(tensor.dtype))
+            got = tensor if number else tensor_of(name, grad)
         except InputError as error:
             return f"reduce(): {error}"
         if got != tensor:

@@ -326,7 +326,8 @@ class Reducer:
         if weight == 1:  # integers too
             weighted[...] = array
         elif weight:  # with weight 0 the result is zero even where the gradient is NaN: the mean over no samples
-            np.multiply(array, weight, out=weighted, dtype=weighted.dtype)
+            numbers = arrays.view_as_real(weighted)
+            np.multiply(arrays.view_as_real(array), weight, out=numbers, dtype=numbers.dtype)
         return weighted, self._compression if weighted.dtype == array.dtype else Compression.none
 
 

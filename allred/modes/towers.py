@@ -20,6 +20,7 @@ from allred import arrays, log, nest
 from allred.arrays import Array
 from allred.cluster import processors
 from allred.errors import InputError
+from allred.gpu.device_arrays import compute
 from allred.validators import integer
 from allred.wording import count
 
@@ -170,7 +171,7 @@ class _Mean:
                 "have a mean"
             )
         wide = arrays.accumulator(grad.dtype)
-        added = np.asarray(np.multiply(grad, weight, dtype=wide))
+        added = compute(np.multiply, grad, weight, wide=wide)
         if before is None:
             self._sums[index], self._dtypes[index] = added, grad.dtype
         elif grad.shape != before.shape or grad.dtype != dtype:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from allred import nest
-from allred.arrays import Array
+from allred.arrays import Array, view_as_real
 from allred.errors import InputError
 from allred.optim.base import check_writable, compute_dtype, describe, is_float_tensor
 from allred.session.hooks import Hook
@@ -73,8 +73,9 @@ class MovingAverage:
         """
         decay = self.decay_at(operator.index(step))
         for param, average in self._pairs("update"):
+            numbers, average = view_as_real(param), view_as_real(average)
             scratch = self._scratch_for(average)
-            np.multiply(param, 1.0 - decay, out=scratch, dtype=scratch.dtype)
+            np.multiply(numbers, 1.0 - decay, out=scratch, dtype=scratch.dtype)
             np.multiply(average, decay, out=average)
             np.add(average, scratch, out=average)
 
@@ -119,7 +120,11 @@ class MovingAverage:
             )
         _check_names(who, set(self._averages), set(loaded))
         for name, average in self._averages.items():
-            if not is_float_tensor(loaded[name]) or loaded[name].shape != average.shape:
+            if not (
+                is_float_tensor(loaded[name])
+                and loaded[name].shape == average.shape
+                and np.can_cast(loaded[name].dtype, average.dtype, "same_kind")
+            ):
                 raise InputError(
                     f"{who}: the average of {nest.quoted(name)} must be an array of floats of shape {average.shape}, "
                     f"but is {describe(loaded[name])}; load the state of the same model"

@@ -19,8 +19,8 @@ from allred import nest
 Pair = collections.namedtuple("Pair", ["x", "y"])
 
 SHAPES = [(), (3,), (1,), (0,), (2, 3), (4, 1, 2), (1, 1), (0, 5), (17,), (40, 50)]
-DTYPES = {"f4": np.dtype("f4"), "f8": np.dtype("f8"), "f2": np.dtype("f2"), "bf16": np.dtype(ml_dtypes.bfloat16)}
-TOLERANCES = {8: 1e-10, 4: 1e-5, 2: 4e-2}  # by the size of an element: relative and absolute
+DTYPES = {name: np.dtype(name) for name in ("f4", "f8", "f2", "c8")} | {"bf16": np.dtype(ml_dtypes.bfloat16)}
+TOLERANCES = {"f8": 1e-10, "f4": 1e-5, "c8": 1e-5, "f2": 4e-2, "bf16": 4e-2}  # relative and absolute
 LAYOUTS = ["C", "F", "strided", "reversed", "offset", "subclass", "transposed"]
 KEYS: list[Any] = ["a", "b", "", "a.b", "0", "é", " ", 1, "w"]
 
@@ -161,9 +161,34 @@ def laid_out(value: np.ndarray, layout: str) -> np.ndarray:
 # ---- Comparisons
 
 
+def wide(value: Any, dtype: np.dtype[Any] | None = None) -> np.ndarray:
+    """Return numbers as float64; complex numbers (...) as float64 (..., 2). dtype: to convert to first."""
+    array = np.asarray(value, dtype)
+    if array.dtype.kind != "c":
+        return array.astype("f8")
+    return np.stack([array.real, array.imag], axis=-1).astype("f8")
+
+
+def narrow(parts: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+    """Return the result of `wide` as numbers of a dtype."""
+    if dtype.kind != "c":
+        return np.asarray(parts).astype(dtype)
+    numbers = np.empty(parts.shape[:-1], dtype)
+    numbers.real, numbers.imag = parts[..., 0], parts[..., 1]
+    return numbers
+
+
+def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    """Return random numbers: multiples of 1/8 from -2 to 2, which are exact in each dtype."""
+    values = rng.integers(-16, 17, shape) / 8
+    if dtype.kind == "c":
+        values = values + 1j * rng.integers(-16, 17, shape) / 8
+    return np.asarray(values).astype(dtype)
+
+
 def digest(values: list[Any]) -> str:
     """Return a hash of numbers and arrays, with one code for all NaN."""
-    numbers = [np.ravel(np.asarray(value, "f8")) for value in values]
+    numbers = [np.ravel(wide(value)) for value in values]
     total = np.nan_to_num(np.concatenate([np.zeros(0), *numbers]))
     return hashlib.blake2b(total.tobytes() + str([each.size for each in numbers]).encode(), digest_size=6).hexdigest()
 
@@ -171,7 +196,7 @@ def digest(values: list[Any]) -> str:
 def tolerances(tree: Tree, state: Iterable[str] = (), rough: bool = False) -> dict[str, float]:
     """Return the tolerances of "leaf 0", of "all" leaves, and of names of a state: that of their leaf, or 0. rough: as
     for 16-bit numbers, for all."""
-    limits = [TOLERANCES[2 if rough else DTYPES[leaf.dtype].itemsize] for leaf in tree.leaves]
+    limits = [TOLERANCES["f2" if rough else leaf.dtype] for leaf in tree.leaves]
     found = {f"leaf {index}": limit for index, limit in enumerate(limits)} | {"all": max(limits, default=0.0)}
     by_name = dict(zip(tree.names, limits, strict=True))
     # "slots.", the name of the leaf, and the name of the slot
@@ -192,12 +217,15 @@ def first_difference(got: dict[str, Any], want: dict[str, Any], tolerances: dict
             unequal.append((name, one, two))
     if not unequal:
         return ""
-    limits = np.concatenate([np.full(one.size, tolerances.get(name, 0.0)) for name, one, _ in unequal])
-    ones, twos = (np.concatenate([np.ravel(each[i]).astype("f8") for each in unequal]) for i in (1, 2))
+    parts = [(np.ravel(wide(one)), np.ravel(wide(two))) for _, one, two in unequal]
+    limits = np.concatenate(
+        [np.full(one.size, tolerances.get(name, 0.0)) for (name, _, _), (one, _) in zip(unequal, parts, strict=True)]
+    )
+    ones, twos = (np.concatenate([each[i] for each in parts]) for i in (0, 1))
     with np.errstate(invalid="ignore"):
         bad = ~((ones == twos) | (np.isnan(ones) & np.isnan(twos)) | (abs(ones - twos) <= limits * (1 + abs(twos))))
     if not bad.any():
         return ""
-    last = np.cumsum([one.size for _, one, _ in unequal])
+    last = np.cumsum([one.size for one, _ in parts])
     name, one, two = unequal[int(np.searchsorted(last, np.argmax(bad), side="right"))]
     return f"{name} is {one.tolist()}, expected {two.tolist()}"

@@ -198,7 +198,7 @@ class Rank:
         want |= {"step": state.step, "scale": state.scale or 1.0}
         if state.average is not None and self.hooks:
             averages = self.hooks["averaging"]._average.state_dict()["averages"]
-            got |= {f"average {i}": np.asarray(averages[name], "f8") for i, name in enumerate(tree.names)}
+            got |= {f"average {i}": array_nests.wide(averages[name]) for i, name in enumerate(tree.names)}
             want |= {f"average {i}": value for i, value in enumerate(state.average)}
             tolerances |= {f"average {i}": tolerances[f"leaf {i}"] for i in range(len(tree.names))}
         if state.early is not None and self.hooks:
@@ -247,7 +247,7 @@ def outcome(oracle: Oracle, root: pathlib.Path, fails: bool) -> tuple[str, str]:
         problem = problem or rank.difference(oracle.state, "after the error")
     if (error is not None) != fails:
         problem = problem or f"error {error!r}, expected {'one' if fails else 'none'}"
-    bits = nest.digest([np.nan_to_num(np.asarray(param, "f8")) for param in rank.params])
+    bits = nest.digest([np.nan_to_num(array_nests.wide(param)) for param in rank.params])
     return problem, f"{text} {bits} {rank.opt.global_step}"
 
 

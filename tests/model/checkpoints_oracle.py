@@ -90,7 +90,7 @@ class Scenario(array_nests.Plan):
 
 
 def scenario(rng: random.Random, size: int) -> Scenario:
-    dtypes = rng.choice([["f4"], ["f8"], ["f4", "f2"], ["bf16", "f4"], list(array_nests.DTYPES)])
+    dtypes = rng.choice([["f4"], ["f8"], ["f4", "f2"], ["bf16", "f4"], ["c8"], list(array_nests.DTYPES)])
     tree = array_nests.tree(rng, dtypes, ties=False)
     while len(set(tree.names)) < len(tree.names):
         tree = array_nests.tree(rng, dtypes, ties=False)
@@ -162,8 +162,11 @@ def start_values(plan: Scenario) -> list[np.ndarray]:
 def gradients(params: list[np.ndarray], rows: np.ndarray, scale: float = 1.0) -> list[np.ndarray]:
     """Return the mean gradients of these rows; zeros without rows."""
     mean = rows.mean() if len(rows) else 0.0
-    grads = [np.asarray(p, "f8") * bool(len(rows)) / 4 + mean * (1 + i % 3) / 4 for i, p in enumerate(params)]
-    return [np.asarray(grad * scale).astype(p.dtype) for grad, p in zip(grads, params, strict=True)]
+    grads = []
+    for i, p in enumerate(params):
+        slope = np.array([1, -0.5]) if p.dtype.kind == "c" else 1
+        grads.append(array_nests.wide(p) * bool(len(rows)) / 4 + mean * slope * (1 + i % 3) / 4)
+    return [array_nests.narrow(grad * scale, p.dtype) for grad, p in zip(grads, params, strict=True)]
 
 
 # ---- The oracle
@@ -230,7 +233,7 @@ class Oracle:
             state.position, state.average, state.early, state.best = (0, 0), None, None, None
             return
         names = part.hooks
-        copies = [np.array(p, "f8") for p in state.params]
+        copies = [array_nests.wide(p) for p in state.params]
         state.average = (state.average or copies) if "averaging" in names else None
         state.early = (state.early or (np.inf, 0)) if "early" in names else None
         state.best = (np.inf if state.best is None else state.best) if {"every", "best"} & {*names} else None
@@ -240,8 +243,9 @@ class Oracle:
     def has_fractions(self, index: int) -> bool:
         """Whether integers cannot hold a parameter of the newest checkpoint."""
         assert self.found is not None
-        value = np.asarray(self.found.state.params[index], "f8")
-        return bool((abs(value - np.round(value)) > 0.01).any())
+        param = self.found.state.params[index]
+        value = array_nests.wide(param)
+        return param.dtype.kind == "c" or bool((abs(value - np.round(value)) > 0.01).any())
 
     def batches(self) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
         """Yield positions and rows of global batches."""
@@ -336,7 +340,7 @@ class Oracle:
         if state.average is not None:
             decay = min(0.75, (1 + state.step) / (10 + state.step))
             pairs = zip(state.average, state.params, strict=True)
-            state.average = [decay * a + (1 - decay) * np.asarray(p, "f8") for a, p in pairs]
+            state.average = [decay * a + (1 - decay) * array_nests.wide(p) for a, p in pairs]
         if state.early is not None:
             best, since = state.early
             state.early = (loss, 0) if loss < best - 1e-6 else (best, since + 1)

@@ -22,10 +22,12 @@ import allred
 from allred import nest, optim, world
 from allred.errors import AllredError, DriftError, InputError, MismatchError, NonFiniteError
 
-FAULTS = ["shape", "extra", "negative samples", "some samples", "dtype", "integer", "nan", "inf", "nan", "inf"]
+FAULTS = ["shape", "extra", "negative samples", "some samples", "dtype", "complex", "integer"]
+FAULTS += ["nan", "inf", "nan", "inf"]
 _NOT_OF_FUNCTIONS = (
     "shape",
     "extra",
+    "complex",
     "integer",
     "negative samples",
     "some samples",
@@ -50,7 +52,7 @@ class Descent:
     def step(self, params: Any, grads: Any) -> None:
         for (_, param), (_, grad) in zip(nest.leaves(params), nest.leaves(grads), strict=True):
             if grad is not None:
-                param[...] = param - self.lr * np.asarray(grad, np.float64)
+                param[...] = param - self.lr * np.asarray(grad, np.result_type(np.asarray(grad).dtype, np.float64))
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -96,7 +98,7 @@ class Scenario(array_nests.Plan):
     optimizer: str
     options: dict[str, Any]
     scaled: bool
-    wide: bool  # float64 gradients of float32 parameters
+    wide: bool  # float64 gradients of float32 parameters, complex128 of complex64
     function: bool  # a gradient function with a plain optimizer
     early: bool  # gradients are passed to opt.reduce() in some steps
     shares: bool
@@ -113,8 +115,8 @@ def scenario(rng: random.Random, size: int) -> Scenario:
     if size > 1 and rng.random() < 0.15:
         members = tuple(sorted(rng.sample(range(size), rng.randint(1, size))))
     function = rng.random() < 0.12
-    dtypes = rng.choice([["f4"], ["f8"], ["f4", "f8"], ["f4", "f2"], ["bf16", "f4"], list(array_nests.DTYPES)])
-    tree = array_nests.tree(rng, dtypes, ties=rng.random() < 0.25)
+    dtypes = [["f4"], ["f8"], ["f4", "f8"], ["f4", "f2"], ["bf16", "f4"], ["c8"], list(array_nests.DTYPES)]
+    tree = array_nests.tree(rng, rng.choice(dtypes), ties=rng.random() < 0.25)
     options = {} if function else _options(rng)
     if rng.random() < 0.2:
         options["compression"] = rng.choice([allred.Compression.fp16, allred.Compression.bf16])
@@ -182,7 +184,7 @@ def _action(rng: random.Random, plan: Scenario, kind: str) -> Action:
         place = rng.choice(filled or [0])
         faults = [fault for fault in FAULTS if not (plan.function and fault in _NOT_OF_FUNCTIONS)]
         if plan.early and ranks == 1:  # the agreed order has dtypes too
-            faults = [fault for fault in faults if fault not in ("dtype", "integer")]
+            faults = [fault for fault in faults if fault not in ("dtype", "complex", "integer")]
         if ranks == 1 and filled and plan.tree.leaves[place].dtype == "f8":  # no error, but clipped in float32
             faults = [fault for fault in faults if fault != "dtype"]
         missing_here = grads[micro][rank].missing - ({place} if rng.random() < 0.8 else set())
@@ -226,12 +228,12 @@ def _gradients(rng: random.Random, plan: Scenario, counts: str, missing: bool, e
 
 def start_values(plan: Scenario) -> list[np.ndarray]:
     rng = np.random.default_rng(plan.seed)
-    return [(rng.integers(-16, 17, leaf.shape) / 8).astype(array_nests.DTYPES[leaf.dtype]) for leaf in plan.tree.leaves]
+    return [array_nests.draw(rng, leaf.shape, array_nests.DTYPES[leaf.dtype]) for leaf in plan.tree.leaves]
 
 
 def gradient_dtype(plan: Scenario, index: int) -> np.dtype[Any]:
     dtype = array_nests.DTYPES[plan.tree.leaves[index].dtype]
-    return np.dtype("f8") if plan.wide and dtype == np.dtype("f4") else dtype
+    return {"f4": np.dtype("f8"), "c8": np.dtype("c16")}.get(dtype.str[1:], dtype) if plan.wide else dtype
 
 
 def gradient_values(plan: Scenario, given: Gradients, scale: float, params: Any = None) -> list[Any]:
@@ -239,11 +241,12 @@ def gradient_values(plan: Scenario, given: Gradients, scale: float, params: Any 
     rng = np.random.default_rng(given.seed)
     values = []
     for index, leaf in enumerate(plan.tree.leaves):
-        value = np.asarray(rng.integers(-16, 17, leaf.shape) / 8 * scale).astype(gradient_dtype(plan, index))
-        if index == given.place and given.fault in ("nan", "inf") and value.size:
-            value.reshape(-1)[-1] = float(given.fault)
-        if index == given.place and given.fault == "large" and value.size:
-            value.reshape(-1)[-1] = 0.75 * float(ml_dtypes.finfo(value.dtype).max)
+        dtype = gradient_dtype(plan, index)
+        value = np.asarray(array_nests.draw(rng, leaf.shape, dtype) * dtype.type(scale))
+        if index == given.place and given.fault in ("nan", "inf", "large") and value.size:
+            number = 0.75 * float(ml_dtypes.finfo(dtype).max) if given.fault == "large" else float(given.fault)
+            parts = [value.real, value.imag] if dtype.kind == "c" else [value]
+            parts[given.seed % len(parts)].reshape(-1)[-1:] = number
         values.append(value)
     leaves = given.leaves or tuple(dataclasses.replace(leaf, layout="C", tie=None) for leaf in plan.tree.leaves)
     grads: list[Any] = array_nests.arrays(leaves, values)
@@ -251,7 +254,7 @@ def gradient_values(plan: Scenario, given: Gradients, scale: float, params: Any 
         if given.fault and index == given.place:
             grads[index] = _with_fault(grads[index], given.fault)
         elif given.form == "numbers" and not leaf.shape:
-            grads[index] = float(grads[index])
+            grads[index] = complex(grads[index]) if grads[index].dtype.kind == "c" else float(grads[index])
         elif given.form == "read-only":
             grads[index].flags.writeable = False
     is_own = given.own is not None and params is not None and (not given.fault or given.place != given.own)
@@ -263,7 +266,10 @@ def gradient_values(plan: Scenario, given: Gradients, scale: float, params: Any 
 def _with_fault(grad: np.ndarray, fault: str) -> Any:
     if fault == "shape":
         return np.ones((*grad.shape, 2), grad.dtype)
+    if fault == "complex":
+        return grad.astype("c16")
     if fault == "dtype":
+        grad = grad.real if grad.dtype.kind == "c" else grad
         return grad.astype("f8" if grad.dtype != np.dtype("f8") else "f4")
     return np.ones(grad.shape, int) if fault == "integer" else grad
 
@@ -337,16 +343,20 @@ class Oracle:
     def _fits(self, mean: list[Any]) -> bool:
         """Whether the dtypes of the gradients can hold their sums."""
         dtypes = [gradient_dtype(self.plan, index) for index in range(len(mean))]
-        return all(g is None or np.isfinite(g.astype(d)).all() for g, d in zip(mean, dtypes, strict=True))
+        pairs = zip(mean, dtypes, strict=True)
+        return all(g is None or np.isfinite(array_nests.narrow(g, d)).all() for g, d in pairs)
 
     def _refuse(self, by_rank: list[list[list[Any]]], given: list[list[Gradients]], params: list[Any]) -> None:
         """Raise Refused with all problems; ranks may report any of them. params: as for `gradient_values`."""
         plan, faults, problems = self.plan, {g.fault for each in given for g in each}, set[type[AllredError]]()
         if self._is_present(given, ("shape", "extra")) or "negative samples" in faults:
             problems.add(InputError)
+        kinds = [[self._kinds(grads) for grads in each] for each in by_rank]
+        expected = [array_nests.DTYPES[leaf.dtype].kind for leaf in plan.tree.leaves]
+        if any(k.kind == "c" != e for each in kinds for kind in each for k, e in zip(kind, expected, strict=True)):
+            problems.add(InputError)  # a complex gradient of a real parameter
         if len({g.given_samples is None for each in given for g in each}) > 1:
             problems.add(InputError)
-        kinds = [[self._kinds(grads) for grads in each] for each in by_rank]
         if any(kind != each[0] for each in kinds for kind in each):
             problems.add(InputError)  # micro-steps of a rank differ
         floats_only = len(given[0]) > 1 or plan.scaled or "clip_norm" in plan.options or plan.optimizer != "own"
@@ -382,20 +392,29 @@ class Oracle:
         ]
 
     def _local_mean(self, micro_steps: list[list[Any]], given: list[Gradients]) -> list[Any]:
-        """Return the mean of a rank, in float64; None for a gradient that it lacks."""
+        """Return the mean of a rank, as `array_nests.wide`; None for a gradient that it lacks."""
         weights = [1 if g.given_samples is None else g.given_samples for g in given]
         means = []
-        for grads in zip(*micro_steps, strict=True):
+        wide = [self._wide(grads) for grads in micro_steps]
+        for grads in zip(*wide, strict=True):
             kept = [
-                np.asarray(grad, np.float64) * weight
+                grad * weight
                 for grad, weight in zip(grads, weights, strict=True)
                 if grad is not None and (weight or len(given) == 1)
             ]
             if len(given) == 1:
-                means.append(None if grads[0] is None else np.asarray(grads[0], np.float64))
+                means.append(grads[0])
             else:
                 means.append(sum(kept[1:], kept[0]) / max(sum(weights), 1) if kept else None)
         return means
+
+    def _wide(self, grads: list[Any]) -> list[Any]:
+        found = []
+        for leaf, grad in zip(self.plan.tree.leaves, grads, strict=True):
+            found.append(
+                None if grad is None else array_nests.wide(grad, np.dtype("c16") if leaf.dtype == "c8" else None)
+            )
+        return found
 
     def _reduce(self, local: list[list[Any]], counts: list[int], used: list[bool]) -> list[Any]:
         is_sum = self.plan.options["op"] is allred.Sum
@@ -417,7 +436,7 @@ class Oracle:
         for index, grad in enumerate(mean):
             dtype = gradient_dtype(self.plan, index)
             dtype = np.dtype("f4") if self.plan.scaled and dtype.itemsize == 2 else dtype  # unscaled in float32
-            grads.append(None if grad is None else np.asarray(grad).astype(dtype))
+            grads.append(None if grad is None else array_nests.narrow(grad, dtype))
         self.optimizer.step(self.nest, self.plan.tree.fill(grads))
         self.step_count += 1
 
@@ -461,8 +480,8 @@ class Oracle:
 
 def can_drift(params: list[np.ndarray]) -> bool:
     """Whether a change of a parameter on one rank is found in the next step: the model is small, without NaN."""
-    values = np.concatenate([np.zeros(0), *(np.ravel(param).astype("f8") for param in params)])
-    return 0 < values.size <= 1024 and bool(np.isfinite(values).all())
+    values = np.concatenate([np.zeros(0), *(np.ravel(array_nests.wide(param)) for param in params)])
+    return 0 < sum(param.size for param in params) <= 1024 and bool(np.isfinite(values).all())
 
 
 # ---- A rank
@@ -565,7 +584,8 @@ class Rank:
         filled = [param for param in self.params if param.size]
         odd = action.number % len(self.plan.members)
         if self.number == odd and len(self.plan.members) > 1 and can_drift(self.params):
-            filled[action.number % len(filled)].flat[0] += 1
+            odd_param = filled[action.number % len(filled)]
+            odd_param.flat[0] += 1j if odd_param.dtype.kind == "c" else 1
         try:
             self.step(action)
         except DriftError:

@@ -52,7 +52,7 @@ def scenario(rng: random.Random, size: int) -> Scenario | None:
         return None
     servers = rng.randint(1, size - 1)
     workers, policy = size - servers, rng.choice(["async", "bounded", "sync"])
-    tree = array_nests.tree(rng, rng.choice([["f4"], ["f8", "f4"], list(array_nests.DTYPES)]), ties=False)
+    tree = array_nests.tree(rng, rng.choice([["f4"], ["f8", "f4"], ["c8", "f4"], list(array_nests.DTYPES)]), ties=False)
     while not tree.leaves or len(set(tree.names)) < len(tree.names):
         tree = array_nests.tree(rng, ["f4", "f8"], ties=False)
     options: dict[str, Any] = {"placement": rng.choice(PLACEMENTS)}
@@ -136,7 +136,9 @@ class Oracle:
 
 
 def _mean(grads: Any) -> Any:
-    present = [np.asarray(grad, np.float64) for grad in grads if grad is not None]
+    present = [
+        np.asarray(grad, np.result_type(np.asarray(grad).dtype, np.float64)) for grad in grads if grad is not None
+    ]
     return sum(present[1:], present[0]) / len(grads) if present else None
 
 
@@ -221,7 +223,7 @@ def _change(plan: Scenario, opt: Any, params: list[Any], action: Action) -> str:
         return ""
     at = np.unravel_index(action.number % param.size, param.shape)
     before = param[at].copy()
-    param[at] = 0 if before else 1
+    param[at] = 0 if before else 1j if param.dtype.kind == "c" else 1
     try:
         for _ in range(plan.options.get("accumulate", 1)):
             opt.step(plan.tree.fill(params), plan.tree.fill([np.ones(param.shape) for param in params]))
@@ -231,7 +233,7 @@ def _change(plan: Scenario, opt: Any, params: list[Any], action: Action) -> str:
 
 
 def _difference(opt: Any, params: list[Any], oracle: Oracle) -> tuple[str, str]:
-    shared = allred.digest([np.asarray(param, "f8") for param in params])
+    shared = allred.digest([array_nests.wide(param) for param in params])
     got: dict[str, Any] = {f"leaf {index}": param for index, param in enumerate(params)} | {"step": opt.global_step}
     want: dict[str, Any] = {f"leaf {index}": param for index, param in enumerate(oracle.params)}
     state = dict(nest.leaves(oracle.optimizer.state_dict()))

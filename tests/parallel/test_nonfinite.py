@@ -1,5 +1,6 @@
 """Gradients with NaN or infinity on some ranks: what happens is the same on all, and says who and what."""
 
+import contextlib
 import re
 
 import ml_dtypes
@@ -46,6 +47,27 @@ def test_the_error_names_tensor_rank_and_place_and_no_parameter_has_changed(rank
     assert opt.optimizer.global_step == 0
     opt.step(params, fine(params))
     assert params["b"].tolist() == [0] * 5
+
+
+@pytest.mark.parametrize(("part", "text"), [("real", r"\(inf\+0j\)"), ("imag", r"\(1\+infj\)")])
+@pytest.mark.parametrize("dtype", [np.complex64, np.complex128])
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"bucket_bytes": 16}, {"clip_norm": 1.0}])
+def test_either_part_of_a_complex_gradient(rank, size, dtype, part, text, options):
+    """It is found, and with nonfinite="ignore" the other part has its usual result."""
+    for samples, policy in ((None, "raise"), (None, "ignore"), (1 + rank, "raise"), (1 + rank, "ignore")):
+        params, opt = start(dtype), allred.distributed(optim.SGD(lr=1.0), nonfinite=policy, **options)
+        grads = fine(params)
+        if rank == size - 1:
+            getattr(grads["w"], part)[2, 3] = np.inf
+        words = rf"'w' on rank {size - 1} \(1 of 12 elements, the first is {text} at \[2, 3\]\)"
+        with pytest.raises(NonFiniteError, match=words) if policy == "raise" else contextlib.nullcontext():
+            for _ in range(options.get("accumulate", 1)):
+                opt.step(params, grads, samples=samples)
+        numbers = params["w"].reshape(-1)
+        assert (numbers[:-1] == (1 if policy == "raise" else 0)).all() or "clip_norm" in options
+        parts = {"real": numbers.real, "imag": numbers.imag}
+        assert np.isfinite(parts.pop(part)).all() == (policy == "raise")
+        assert np.isfinite(*parts.values()).all()
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -25,7 +25,8 @@ def params_of(dtype=np.float32):
 
 def grads_of(rank, step, dtype=np.float32):
     rng = np.random.default_rng([rank, step])
-    return {name: np.array(rng.normal(size=shape), dtype) for name, shape in SHAPES.items()}
+    imaginary = 1j if np.dtype(dtype).kind == "c" else 0
+    return {name: np.array(rng.normal(size=shape) * (1 + imaginary), dtype) for name, shape in SHAPES.items()}
 
 
 def train(steps, early, samples=None, dtype=np.float32, change=lambda step, grads: grads, **options):
@@ -57,7 +58,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.complex64])
 def test_results_are_those_of_a_step_without(way, dtype):
     for samples in (None, 4, 3 + allred.rank()):
         same(train(7, WAYS[way], samples, dtype), train(7, lambda step: [], samples, dtype))
@@ -70,6 +71,19 @@ def test_results_are_those_of_a_step_without(way, dtype):
 def test_options_do_what_they_do_without(rank, options, samples):
     samples = samples and samples + rank
     same(train(6, WAYS["reverse"], samples, **options), train(6, lambda step: [], samples, **options))
+
+
+def test_numbers_of_complex_parameters(rank, size):
+    param, opt = np.zeros((), np.complex64), allred.distributed(allred.optim.SGD(lr=1.0))
+    real = np.zeros((), np.float32)
+    for _ in range(3):
+        gradient = complex(rank, 1)
+        opt.reduce("z", gradient)
+        opt.step({"z": param, "x": real}, {"z": gradient, "x": 1.0})
+    assert param == -3 * complex((size - 1) / 2, 1)
+    opt.reduce("x", 1j)
+    with pytest.raises(InputError, match=r"reduce\('x'\): got complex128 \(\), and the gradient is 'x' float32 \(\)"):
+        opt.step({"z": param, "x": real}, {"z": 1j, "x": 1.0})
 
 
 def test_within_a_process_set(rank, size):

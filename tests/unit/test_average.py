@@ -146,6 +146,24 @@ def test_a_restored_average_continues_bit_for_bit(dtype):
         assert one.tobytes() == two.tobytes()
 
 
+@pytest.mark.parametrize("dtype", ["c8", "c16"])
+def test_of_complex_numbers_it_is_that_of_both_parts(dtype):
+    param = np.array([[1 + 2j, 3 - 4j], [0, complex(np.inf, 1)]], dtype).T
+    parts, average = [param.real.copy(), param.imag.copy()], MovingAverage([param], 0.5, warmup=False)
+    others = MovingAverage(parts, 0.5, warmup=False)
+    for step in (1, 2):
+        param[:1] -= 8 + 1j
+        parts[0][...], parts[1][...] = param.real, param.imag
+        average.update(step)
+        others.update(step)
+    found, expected = average.state_dict()["averages"]["0"], others.state_dict()["averages"]
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(found.real, expected["0"])
+    np.testing.assert_array_equal(found.imag, expected["1"])
+    with pytest.raises(InputError, match=r"'0' must be an array of floats of shape \(2, 2\), but is a complex"):
+        MovingAverage([parts[0]]).load_state_dict(average.state_dict())
+
+
 def test_a_state_is_a_copy():
     params = [np.zeros(2)]
     average = MovingAverage(params, decay=0.5, warmup=False)

@@ -134,6 +134,12 @@ WIDE = "opt.step(): the gradients of float32 parameters are float64 ('b'{}). flo
         ({"a": np.zeros(2), "b": np.zeros(2, F4)}, {"a": np.ones(2), "b": np.ones(2, F4)}, ""),
         ({"a": np.zeros(2, np.float16), "b": np.zeros((), F4)}, {"a": np.ones(2, F4), "b": 0.5}, ""),
         ({"b": np.zeros((), F4)}, {"b": np.float64(0.5)}, ""),
+        (
+            {"b": np.zeros(2, "c8")},
+            {"b": np.ones(2, "c16")},
+            "of complex64 parameters are complex128 ('b'). complex128",
+        ),
+        ({"b": np.zeros(2, "c8"), "c": np.zeros(2, F4)}, {"b": np.ones(2), "c": np.ones(2, F4)}, ""),
         ({"b": np.zeros(2, F4)}, {"b": None}, ""),
     ],
 )

@@ -164,6 +164,12 @@ def test_what_towers_return_may_be_reused_by_them():
     assert first.tolist() == [3.0]  # new arrays
 
 
+def test_a_part_of_a_complex_gradient_that_is_infinite_leaves_the_other():
+    grads = [np.array([complex(np.inf, 1)], "c8"), np.array([2 + 3j], "c8")]
+    loss, mean = allred.Towers(2, lambda params, x: (0.0, [grads[int(x[0])]]), parallel=False)(None, np.arange(2))
+    assert (loss, mean[0].dtype, mean[0].tolist()) == (0.0, np.complex64, [complex(np.inf, 2)])
+
+
 def test_none_counts_as_zeros():
     towers = allred.Towers(2, lambda params, x: (0, {"w": np.ones(2) if x[0] else None, "b": None}))
     _, grads = towers(None, np.array([0, 0, 1, 1]))

@@ -24,7 +24,7 @@ _NAMED = 3  # differences named in an error; the others are counted
 # A stale first gradient is normal up to this number of updates per worker, and up to this time after a pull.
 _STALE_STEPS, _LATE_S = 10, 1.0
 _BLOCK = 2**14  # elements that are hashed together, and exchanged, to find the first one that differs
-_NUMBERS = (int, float, np.number)
+_NUMBERS = (int, float, complex, np.number)
 _COMPARABLE = (*_NUMBERS, np.ndarray)
 
 
@@ -95,7 +95,9 @@ def table(parts: Sequence[Part]) -> Table:
 def _comparable(value: Array) -> Array:
     """Make all NaN equal: the payload of a NaN in a sum may differ between ranks."""
     if arrays.is_float(value.dtype):
-        return np.where(np.isnan(value), np.full((), np.nan, value.dtype), value)
+        numbers = arrays.view_as_real(value)
+        numbers = np.where(np.isnan(numbers), np.full((), np.nan, numbers.dtype), numbers)
+        return numbers if numbers.ndim == value.ndim else arrays.view_as_complex(numbers)
     return value
 
 
