@@ -178,8 +178,9 @@ def test_read_only_and_numbers_are_inputs_but_no_targets(comm):
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_grouped_allreduce(comm, in_place):
-    shapes = [(3,), (), (0,), (1009,), (2, 2)]
+    shapes = [(3,), (), (0,), (1009,), (2, 2), (1009,), (), (5, 3), (7,), (0,)]
     dtypes = [np.float32, np.float64, np.float32, np.float16, np.int32]
+    dtypes += [np.complex64, np.complex128, np.uint16, np.uint64, np.uint32]
 
     def check():
         group = [data(comm.rank, s, d) for s, d in zip(shapes, dtypes, strict=True)]
@@ -190,6 +191,14 @@ def test_grouped_allreduce(comm, in_place):
         assert comm.grouped_allreduce([], allred.Sum).wait() == []
 
     twice(check)
+    for op, dtype, words in (
+        (allred.Average, np.uint32, "it would round"),
+        (allred.Max, np.complex64, "have no order"),
+    ):
+        values = [np.ones(3, np.float32), np.ones(2, dtype if comm.rank == comm.size - 1 else np.float32)]
+        words = f"grouped_allreduce: .*array 1 of the group: {op.value} of {np.dtype(dtype)} is not defined.*{words}"
+        with pytest.raises(InputError, match=words):
+            comm.grouped_allreduce(values, op, in_place=in_place).wait()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -218,6 +227,9 @@ def test_elements_that_are_only_copied(comm, dtype):
 
     mine, last = of(comm.rank), comm.size - 1
     np.testing.assert_array_equal(comm.allgather(mine).wait(), np.concatenate([of(r) for r in range(comm.size)]))
+    first, gathered = np.concatenate([of(r)[:3] for r in range(comm.size)]), allred.empty(3 * comm.size, dtype)
+    assert np.shares_memory(comm.allgather(mine[:3], out=gathered).wait(), gathered)
+    np.testing.assert_array_equal(gathered, first)
     np.testing.assert_array_equal(comm.broadcast(mine[:3], last).wait(), of(last)[:3])
     np.testing.assert_array_equal(comm.broadcast(mine[:1].reshape(()), 0).wait(), of(0)[0])
     strided = np.repeat(mine[:3], 2)[::2]
@@ -228,8 +240,9 @@ def test_elements_that_are_only_copied(comm, dtype):
         rows,
         np.concatenate([of(r)[comm.rank : None if comm.rank == last else comm.rank + 1] for r in range(comm.size)]),
     )
-    with pytest.raises(InputError, match=r"allreduce: dtype .* is not supported here; use one of bool, uint8"):
-        comm.allreduce(mine[:3], allred.Sum).wait()
+    for reduce in (comm.allreduce, comm.reducescatter):
+        with pytest.raises(InputError, match=r": dtype .* is not supported here; use one of bool, uint8"):
+            reduce(mine[:3] if comm.rank == last else np.ones(3), allred.Sum).wait()
     if comm.size > 1:
         other = mine[:3] if comm.rank else np.zeros(3, "S9")
         with pytest.raises(MismatchError, match=r"broadcast\(root=0\) .*S9 \(3,\) on rank 0"):

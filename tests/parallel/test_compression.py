@@ -107,8 +107,8 @@ def test_every_op_and_what_is_not_finite(comm, compression, op):
 @pytest.mark.parametrize("compression", WIRES)
 @pytest.mark.parametrize("in_place", [True, False])
 def test_a_group_of_all_dtypes_narrows_only_wide_floats(comm, compression, in_place):
-    dtypes = ["f4", "i4", "f8", "f2", "f4", "?", ml_dtypes.bfloat16, "f8", "i8"]
-    shapes = [(30_001,), (5,), (70_000,), (7,), (0, 3), (4,), (9,), (), (70_001,)]
+    dtypes = ["f4", "i4", "f8", "f2", "f4", "?", ml_dtypes.bfloat16, "f8", "i8", "u4"]
+    shapes = [(30_001,), (5,), (70_000,), (7,), (0, 3), (4,), (9,), (), (70_001,), (9,)]
     wire = WIRES[compression]
     for now in (True, False):
         group = [np.asarray(data(comm.rank, s, "f8") * 10).astype(d) for s, d in zip(shapes, dtypes, strict=True)]
@@ -128,6 +128,16 @@ def test_a_group_of_all_dtypes_narrows_only_wide_floats(comm, compression, in_pl
             else:
                 np.testing.assert_array_equal(got, want)
             assert (got is x) == in_place
+
+
+@pytest.mark.parametrize("compression", WIRES)
+def test_complex_numbers_are_never_narrowed(comm, compression):
+    numbers = (np.arange(9) * 1e-9 + 1) * (1 + 1j)
+    for dtype in ("c8", "c16"):
+        group = [numbers.astype(dtype), np.ones(3, np.float32)]
+        found, _ = comm.grouped_allreduce(group, allred.Sum, "g", compression).wait()
+        assert found.tolist() == comm.allreduce(group[0], allred.Sum).wait().tolist()
+        assert found.tolist() == comm.allreduce(group[0], allred.Sum, "", compression).wait().tolist()
 
 
 @pytest.mark.parametrize("layout", ["strided", "fortran", "unaligned"])

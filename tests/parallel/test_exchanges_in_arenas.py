@@ -78,10 +78,14 @@ def test_the_memory_of_the_root_decides_a_broadcast(rank, size, root, place):
     assert in_arena == (place == "arena" and rank != root)
 
 
-@pytest.mark.parametrize("dtype", ["bool", "uint8", "int16", "int64", "float16", "float32", "float64"])
+@pytest.mark.parametrize(
+    "dtype", ["bool", "uint8", "int16", "int64", "uint32", "float16", "float32", "float64", "complex64"]
+)
 @pytest.mark.parametrize("op", [allred.Sum, allred.Average, allred.Max], ids=str)
 def test_reducescatter(rank, size, dtype, op):
-    if (dtype == "bool" and op is not allred.Max) or (op is allred.Average and np.dtype(dtype).kind != "f"):
+    kind = np.dtype(dtype).kind
+    defined = {"b": (allred.Max,), "f": (allred.Sum, allred.Average, allred.Max), "c": (allred.Sum, allred.Average)}
+    if op not in defined.get(kind, (allred.Sum, allred.Max)):
         pytest.skip("not defined")
     got, in_arena = read_from_arenas(lambda: allred.reducescatter(array(rank, "arena", dtype), op))
     ring, in_ring = read_from_arenas(lambda: allred.reducescatter(array(rank, "last private", dtype), op))

@@ -12,6 +12,7 @@ from allred.errors import MismatchError, NonFiniteError
 pytestmark = pytest.mark.mpi
 
 DTYPES = ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", ml_dtypes.bfloat16, "float32", "float64"]
+DTYPES += ["uint16", "uint32", "uint64", "complex64", "complex128"]
 LARGE = 30_000  # elements; above the smallest size of every dtype
 
 
@@ -25,11 +26,10 @@ def numbers(dtype, count, seed):
     random = np.random.default_rng([seed, allred.rank()])
     if np.dtype(dtype) == bool:
         return random.integers(0, 2, count).astype(bool)
-    return (
-        random.integers(0, 5, count).astype(dtype)
-        if np.dtype(dtype).kind in "iu"
-        else random.normal(size=count).astype(dtype)
-    )
+    if np.dtype(dtype).kind in "iu":
+        return random.integers(0, 5, count).astype(dtype)
+    values = random.normal(size=count)
+    return (values + 1j * random.normal(size=count) if np.dtype(dtype).kind == "c" else values).astype(dtype)
 
 
 def in_arena(values):
@@ -58,6 +58,8 @@ def test_the_result_has_the_bits_of_the_ring(size, dtype, op):
         pytest.skip("integers have no Average")
     if op in (allred.Sum, allred.Average) and kind == "b":
         pytest.skip("bools have no Sum")
+    if op in (allred.Min, allred.Max) and kind == "c":
+        pytest.skip("complex numbers have no order")
     private = numbers(dtype, LARGE, 1)
     shared = in_arena(private)
     expected = allred.allreduce(private, op)
@@ -182,7 +184,7 @@ def weighted(where, dtype, samples, op, compression=allred.Compression.none):
     return b"".join(param.tobytes() for param in params.values())
 
 
-@pytest.mark.parametrize("dtype", ["f2", "f4", "f8"])
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "c8", "c16"])
 @pytest.mark.parametrize("op", [allred.Average, allred.Sum], ids=str)
 @pytest.mark.parametrize("first", [0, 5])
 def test_uneven_batches_are_reduced_in_place(rank, size, dtype, op, first):

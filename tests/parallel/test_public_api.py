@@ -39,6 +39,54 @@ def test_objects(rank, size):
         assert allred.broadcast_object(things[root] if rank == root else None, root) == things[root]
 
 
+def test_every_dtype_within_a_process_set(rank, size):
+    """Without waiting in between; and an operation that lacks a meaning for them is an error on all members."""
+    members = allred.ProcessSet({0, size - 1})
+    if not members.included():
+        return
+    ranks, record = sorted({0, size - 1}), np.dtype([("id", "<u2"), ("at", "M8[s]")])
+    works = []
+    for dtype in ("u2", "u4", "u8", "c8", "c16", "M8[D]", "U3", "S2", "g", record):
+        values = np.arange(1, 4).astype(np.int64) + rank
+        mine = np.array([(n, n) for n in values.tolist()], dtype) if dtype == record else values.astype(dtype)
+        works.append((mine, allred.broadcast_async(mine, ranks[-1], process_set=members)))
+        works.append((mine, allred.broadcast_async_(mine.copy(), ranks[-1], process_set=members)))
+        gathered = allred.allgather_async(mine, process_set=members)
+        both = allred.alltoall_async(np.repeat(mine[:1], len(ranks)), process_set=members)
+        if np.dtype(dtype).kind in "uc":
+            total = allred.allreduce_async(mine, allred.Sum, process_set=members)
+            assert total.wait().tolist() == np.sum([np.arange(1, 4) + r for r in ranks], axis=0).tolist()
+            (mean,) = allred.grouped_allreduce_async([mine.astype("c8")], process_set=members).wait()
+            np.testing.assert_allclose(mean, np.arange(1, 4) + sum(ranks) / len(ranks))
+        parts = np.split(gathered.wait(), len(ranks))
+        assert parts[ranks.index(rank)].tolist() == mine.tolist()
+        assert both.wait()[0].tolist() == [part[0] for part in np.array(parts).tolist()]
+        for _, work in works:
+            assert work.wait().tolist() == parts[-1].tolist()
+        works.clear()
+    words = rf"allreduce: (rank {size - 1}: )?Average of uint16 is not defined"
+    with pytest.raises(allred.InputError, match=words):
+        allred.allreduce(np.ones(3, "u2" if rank == size - 1 else "f4"), process_set=members)
+
+
+def test_states_of_random_generators(rank, size):
+    """As objects; and the keys, arrays of uint32 and uint64, in place."""
+    old, new = np.random.RandomState(rank), np.random.Generator(np.random.MT19937(rank))
+    expected_old, expected_new = np.random.RandomState(size - 1), np.random.Generator(np.random.MT19937(size - 1))
+    old.set_state(allred.broadcast_object(old.get_state(), size - 1))
+    new.bit_generator.state = allred.broadcast_object(new.bit_generator.state, size - 1)
+    for found, expected in ((old, expected_old), (new, expected_new)):
+        np.testing.assert_array_equal(found.normal(size=5), expected.normal(size=5))
+    old.random_sample(rank)
+    kind, key, *rest = old.get_state()
+    old.set_state((kind, allred.broadcast(key), *allred.broadcast_object(rest)))
+    state = new.bit_generator.state
+    allred.broadcast_(state["state"]["key"], size - 1)
+    new.bit_generator.state = state
+    for found in (old, new):
+        assert len({tuple(each) for each in allred.allgather_object(found.random(size=5).tolist())}) == 1
+
+
 def test_init_twice_and_again_after_shutdown(rank, size):
     with pytest.raises(
         allred.AllredError, match=r"init\(\) was called already; drop the second call, or call allred.shut"
