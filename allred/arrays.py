@@ -79,6 +79,11 @@ def is_complex(dtype: np.dtype[Any]) -> bool:
     return name_of(dtype) in _COMPLEX
 
 
+def part_of(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype of the two parts of a complex number; any other dtype itself."""
+    return np.dtype(f"f{dtype.itemsize // 2}") if is_complex(dtype) else dtype
+
+
 def view_as_real(array: Array) -> Array:
     """Return complex numbers, also of cupy, as floats: a view over the same memory with one more dimension,
     (real, imaginary). Return any other array itself.
@@ -89,7 +94,7 @@ def view_as_real(array: Array) -> Array:
     """
     if not is_complex(array.dtype):
         return array
-    pairs: Array = array[..., None].view(np.dtype(f"f{array.itemsize // 2}"))
+    pairs: Array = array[..., None].view(part_of(array.dtype))
     return pairs
 
 

@@ -105,19 +105,25 @@ def plan_buckets(
 ) -> BucketPlan:
     """Plan the reduction of tensors with these shapes and dtypes.
 
+    Complex numbers are reduced as twice as many floats, which the slices count.
+
     >>> shapes, dtypes = [(2**23,), (5,), (7,)], [np.dtype(np.float32)] * 3
     >>> plan_buckets(shapes, dtypes, ReduceRequest(ReduceOp.SUM, "")).direct
     {'float32': [0]}
     >>> [bucket.slices for bucket in plan_buckets(shapes[1:], dtypes[1:], ReduceRequest(ReduceOp.SUM, "")).buckets]
     [[TensorSlice(position=0, start=0, stop=5), TensorSlice(position=1, start=0, stop=7)]]
     """
-    counts = [arrays.size_of(shape) for shape in shapes]
-    sizes = [count * dtype.itemsize for count, dtype in zip(counts, dtypes, strict=True)]
+    counts = [
+        arrays.size_of(shape) * dtype.itemsize // arrays.part_of(dtype).itemsize
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
+    sizes = [count * arrays.part_of(dtype).itemsize for count, dtype in zip(counts, dtypes, strict=True)]
     direct: dict[str, list[int]] = {}
     buckets = []
     for positions in assign_buckets(sizes, dtypes, BUCKET_BYTES):
         dtype = dtypes[positions[0]]
-        name, wire, is_float = arrays.name_of(dtype), wire_dtype_of(dtype, request), arrays.is_float(dtype)
+        name, is_float = arrays.name_of(arrays.part_of(dtype)), arrays.is_float(dtype)
+        wire = wire_dtype_of(dtype, request)
         needs_pack = len(positions) > 1 or name != wire or request.weight is not None
         divides_later = divides(wire, request.op) and not request.is_single
         needs_unpack = (request.checks and is_float) or divides_later
@@ -143,7 +149,7 @@ def wire_dtype_of(dtype: np.dtype[Any], request: ReduceRequest) -> str:
     if narrows(dtype, request.compression.value):
         return arrays.DTYPES[request.compression.value]
     weighs = request.weight is not None and arrays.is_float(dtype)
-    return arrays.name_of(arrays.accumulator(dtype) if weighs else dtype)
+    return arrays.name_of(arrays.part_of(arrays.accumulator(dtype) if weighs else dtype))
 
 
 def divides(wire_dtype: str, op: ReduceOp) -> bool:

@@ -13,12 +13,12 @@ from allred.arrays import Array
 from allred.comm import header
 from allred.comm.arguments import array_descriptor, root_index, splits_of
 from allred.comm.device_buckets import ReduceRequest
-from allred.comm.device_operation import adopt_on, check_writable, on_gpu
+from allred.comm.device_operation import adopt_on, check_writable, on_gpu, refuse_product
 from allred.comm.device_reduce import DeviceReductions, ReductionResult
 from allred.comm.ops import Compression, ReduceOp
 from allred.comm.work import Steps, Work
 from allred.errors import InputError
-from allred.gpu.device_arrays import Adopted
+from allred.gpu.device_arrays import Adopted, real_numbers
 from allred.gpu.streams import StreamLease
 
 T = TypeVar("T")
@@ -89,18 +89,20 @@ class DeviceCollectives(DeviceReductions):
     def reducescatter(self, value: Any, op: ReduceOp, name: str) -> Work[Any]:
         def body(g: Adopted, lease: StreamLease) -> Steps[Any]:
             descriptor = on_gpu(array_descriptor("reducescatter", cast(Array, g), name, op))
+            refuse_product(op, g.dtype)
             if not g.shape:
                 raise InputError("a 0-d array has no first dimension to split; use allreduce")
             group, devices, _ = yield from self._agree(descriptor)
             self.communicator.require_all(group, descriptor)
             rows = arrays.split_sizes(g.shape[0], self.communicator.size)
-            counts = [count * arrays.size_of(g.shape[1:]) for count in rows]
+            part = arrays.part_of(g.dtype)
+            counts = [count * arrays.size_of(g.shape[1:]) * g.dtype.itemsize // part.itemsize for count in rows]
             (result,) = lease.empty([((rows[self.communicator.rank], *g.shape[1:]), g.array.dtype)])
             with lease.enter():
-                flat = g.flat()
+                flat = real_numbers(g.flat())
             if flat.size:
-                out = result.reshape(-1)
-                yield from devices.reducescatter(lease, flat, out, arrays.name_of(g.dtype), counts, op)
+                out = real_numbers(result.reshape(-1))
+                yield from devices.reducescatter(lease, flat, out, arrays.name_of(part), counts, op)
             self._end(devices, lease, g, result)
             return g.to_caller(result)
 

@@ -12,11 +12,14 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import numpy as np
+
 from allred import arrays
 from allred.comm.arguments import refuse_shared_memory
 from allred.comm.backends.backend import DeviceBackend
 from allred.comm.group import Group
 from allred.comm.header import OpDescriptor, quoted
+from allred.comm.ops import ReduceOp
 from allred.comm.work import Polled, Steps, Work
 from allred.errors import InputError
 from allred.gpu.device_arrays import Adopted, adopt, is_device, memory_order
@@ -125,6 +128,12 @@ def check_writable(given: list[Adopted]) -> None:
         for array in group
     ]
     refuse_shared_memory(arrays.overlapping_ranges(ranges))
+
+
+def refuse_product(op: ReduceOp, dtype: np.dtype[Any]) -> None:
+    """Raise InputError for the one reduction that hosts have and GPUs lack."""
+    if op is ReduceOp.PRODUCT and arrays.is_complex(dtype):
+        raise InputError(f"Product of {dtype} is not available on GPUs; copy the array to the host")
 
 
 def on_gpu(descriptor: OpDescriptor) -> OpDescriptor:

@@ -26,12 +26,12 @@ from allred.comm.device_buckets import (
     reduce_buckets,
     tables_of,
 )
-from allred.comm.device_operation import DeviceOperations, adopt_on, check_writable, on_gpu
+from allred.comm.device_operation import DeviceOperations, adopt_on, check_writable, on_gpu, refuse_product
 from allred.comm.group import Group
 from allred.comm.header import OpDescriptor
 from allred.comm.ops import Compression, ReduceOp
 from allred.comm.work import Steps, Work
-from allred.gpu.device_arrays import Adopted, layouts, memory_order
+from allred.gpu.device_arrays import Adopted, layouts, memory_order, real_numbers
 from allred.gpu.streams import StreamHandle, StreamLease
 
 _KEPT = 1024  # descriptors, and groups: early buckets of a step (modes/overlap.py) are a group each
@@ -148,7 +148,7 @@ class DeviceReductions(DeviceOperations):
         descriptor, plan = self._describe(given, request)
         if any(list(order) != sorted(order) for order in orders):
             descriptor = dataclasses.replace(descriptor, note=header.hash_text(repr(orders)))
-        flat = [one.in_memory_order(order) for one, order in zip(given, orders, strict=True)]
+        flat = [real_numbers(one.in_memory_order(order)) for one, order in zip(given, orders, strict=True)]
         tables = [tables_of(bucket, flat, flat, self.devices.device) for bucket in plan.buckets]
         streams = list(dict.fromkeys(one.stream for one in given))
         return CachedReduction(where, descriptor, streams, plan, tables, orders)
@@ -169,7 +169,7 @@ class DeviceReductions(DeviceOperations):
             cached.flags = self._new_flags(cached.plan)
         flat_arrays = {}
         for position, one in zip(cached.plan.not_packed, not_packed, strict=True):
-            flat = one.in_memory_order(cached.orders[position])
+            flat = real_numbers(one.in_memory_order(cached.orders[position]))
             flat_arrays[position] = flat, flat
         stream = yield from reduce_buckets(
             devices, group.size, lease, cached.plan, cached.tables, flat_arrays, request, cached.flags
@@ -198,8 +198,8 @@ class DeviceReductions(DeviceOperations):
         device, in_place = self.devices.device, request.in_place
         made = [] if in_place else lease.empty([(one.shape, one.array.dtype) for one in given])
         with lease.enter(device.packing):
-            sources = [one.flat() for one in given] if in_place else list(map(_source, given, made))
-        targets = sources if in_place else [new.reshape(-1) for new in made]
+            sources = [real_numbers(one.flat()) if in_place else _source(one, made[i]) for i, one in enumerate(given)]
+        targets = sources if in_place else [real_numbers(new.reshape(-1)) for new in made]
         flat_arrays = {position: (sources[position], targets[position]) for position in plan.not_packed}
         if plan.direct:
             device.communication.wait_event(device.record(device.packing))
@@ -209,7 +209,7 @@ class DeviceReductions(DeviceOperations):
         with lease.enter(stream):
             for one, flat in zip(given, sources, strict=True):
                 if in_place and not one.array.flags.c_contiguous:
-                    one.array[...] = flat.reshape(one.array.shape)
+                    one.array[...] = flat.view(one.array.dtype).reshape(one.array.shape)
         self._end(devices, lease, given, sources, targets, flags, stream=stream)
         results = list(arrays) if in_place else [one.to_caller(new) for one, new in zip(given, made, strict=True)]
         return ReductionResult(results[0] if request.is_single else results, flags)
@@ -224,6 +224,8 @@ class DeviceReductions(DeviceOperations):
                 descriptor = array_descriptor("allreduce", cast(Array, given[0]), name, op, compression=compression)
             else:
                 descriptor = group_descriptor(cast(list[Array], given), name, op, compression)
+            for one in given:
+                refuse_product(op, one.dtype)
             plan = plan_buckets([one.shape for one in given], [one.dtype for one in given], request)
             found = on_gpu(descriptor), plan
             _add(self._descriptors, key, found)
@@ -239,8 +241,8 @@ def _add(cache: dict[Any, Any], key: Any, value: Any) -> None:
 
 
 def _source(given: Adopted, made: Any) -> Any:
-    """Return the elements as a flat array: a view if `given` is contiguous, else a copy in `made`."""
+    """Return the numbers as a flat array: a view if `given` is contiguous, else a copy in `made`."""
     if given.array.flags.c_contiguous:
-        return given.flat()
+        return real_numbers(given.flat())
     made[...] = given.array
-    return made.reshape(-1)
+    return real_numbers(made.reshape(-1))

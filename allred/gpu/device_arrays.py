@@ -62,6 +62,11 @@ class Adopted(NamedTuple):
         return self.array.transpose(*order, *(axis for axis in range(self.array.ndim) if axis not in order)).reshape(-1)
 
 
+def real_numbers(flat: Any) -> Any:
+    """View a flat contiguous array of complex numbers as one of twice as many floats. Return any other array itself."""
+    return arrays.view_as_real(flat).reshape(-1) if flat.dtype.kind == "c" else flat
+
+
 def is_device(value: Any) -> bool:
     """Whether a value is an array on a GPU. Takes a fraction of a microsecond for a numpy array."""
     if type(value) in _HOST_TYPES:
@@ -121,6 +126,8 @@ def _to_cupy(made: Any, dtype: np.dtype[Any]) -> Any:
 
 def _from_torch(torch: Any, tensor: Any) -> Adopted:
     dtype = _numpy_dtype(tensor.dtype)
+    if tensor.is_conj() or tensor.is_neg():
+        raise InputError("the tensor is a lazy conjugate or negation; call resolve_conj() or resolve_neg() first")
     held = np.dtype(np.uint16) if tensor.dtype is torch.bfloat16 else dtype
     strides = tuple([step * held.itemsize for step in tensor.stride()])
     bare = tensor.detach()
@@ -351,8 +358,8 @@ def compute(
     if first is None:
         if arrays.is_complex(wide):
             parts = [arrays.view_as_real(each) if isinstance(each, np.ndarray) else each for each in operands]
-            wide, into = np.empty(0, wide).real.dtype, None if out is None else arrays.view_as_real(out)
-            found = function(*parts, out=into, dtype=wide, casting="same_kind")
+            into = None if out is None else arrays.view_as_real(out)
+            found = function(*parts, out=into, dtype=arrays.part_of(wide), casting="same_kind")
             made = arrays.view_as_complex(found) if out is None else out
         else:
             made = np.asarray(function(*operands, out=out, dtype=wide, casting="same_kind"))
@@ -360,6 +367,13 @@ def compute(
     like = adopt(first)
     with on_stream(like):
         given = [_computable(operand) if is_device(operand) else operand for operand in operands]
+        if arrays.is_complex(wide):
+            part = arrays.part_of(wide)
+            if out is not None:
+                function(*given, out=arrays.view_as_real(adopt(out).array), dtype=part)
+                return out
+            made = arrays.view_as_complex(function(*given, dtype=part))
+            return like.convert(made.astype(dtype or wide, copy=False), dtype or wide)
         if out is None:
             return like.convert(_rounded(function(*given, dtype=wide), dtype or wide), dtype or wide)
         target = adopt(out)
@@ -372,7 +386,9 @@ def compute(
 
 def _computable(value: Any) -> Any:
     found = adopt(value)
-    return half_to_float32(found.array, "bfloat16") if arrays.name_of(found.dtype) == "bfloat16" else found.array
+    if arrays.name_of(found.dtype) == "bfloat16":
+        return half_to_float32(found.array, "bfloat16")
+    return arrays.view_as_real(found.array)
 
 
 def _rounded(made: Any, dtype: np.dtype[Any]) -> Any:
@@ -398,10 +414,10 @@ def squares_on_gpu(parts: Sequence[tuple[Any, int, int]]) -> float:
     found, kernels = with_kernels([value for value, *_ in parts])
     flats: dict[str, list[Any]] = {}
     for one, (_, low, high) in zip(found, parts, strict=True):
-        flats.setdefault(arrays.name_of(one.dtype), []).append(one.flat()[low:high])
+        flats.setdefault(arrays.name_of(arrays.part_of(one.dtype)), []).append(real_numbers(one.flat()[low:high]))
     return float(sum(kernels.squares(some, name) for name, some in flats.items()))
 
 
 def exceeds_on_gpu(values: Sequence[Any], element_bytes: int, limit: int) -> bool:
     found, kernels = with_kernels(values)
-    return bool(kernels.exceeds([one.flat() for one in found], element_bytes, limit).get()[0])
+    return bool(kernels.exceeds([real_numbers(one.flat()) for one in found], element_bytes, limit).get()[0])

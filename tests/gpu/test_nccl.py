@@ -9,7 +9,8 @@ import allred
 from allred.errors import InputError, MismatchError
 
 SHAPES = [(), (0,), (1,), (7,), (2, 3), (1009,), (3, 131077)]
-FLOATS, INTS = ["float16", "float32", "float64"], ["int8", "int16", "int32", "int64", "uint8"]
+FLOATS = ["float16", "float32", "float64"]
+INTS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 RANKED = allred.Sum, allred.Min, allred.Max, allred.Product
 
 
@@ -45,6 +46,28 @@ def test_every_op_in_place(op, dtype):
     x = cupy.asarray(data(allred.rank(), (1009,), dtype))
     assert allred.allreduce_(x, op) is x
     np.testing.assert_allclose(x.get(), expected(op, (1009,), dtype), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+def test_complex_numbers(dtype):
+    """As twice as many floats, in any layout; their products are refused."""
+    rank, size = allred.rank(), allred.size()
+    x = cupy.asarray((data(rank, (5, 14), "f8") + 1j * rank).astype(dtype))[:, ::2]
+    group = [x, cupy.full(9, 1 + rank, dtype), cupy.ones(3, np.float32)]
+    y = allred.allreduce(x, allred.Sum)
+    allred.grouped_allreduce_(group, allred.Average)
+    total = expected(allred.Sum, (5, 14), "f8")[:, ::2] + 1j * sum(range(size))
+    np.testing.assert_array_equal(y.get(), total.astype(dtype), strict=True)
+    np.testing.assert_allclose(group[0].get(), total / size, rtol=1e-6)
+    np.testing.assert_array_equal(group[1].get(), np.full(9, (1 + size) / 2, dtype), strict=True)
+    assert allred.broadcast(x, size - 1).get().tolist() == group[0].get().tolist()
+    with pytest.raises(allred.InputError, match=f"Product of {dtype} is not available on GPUs"):
+        allred.allreduce(x, allred.Product)
+    param, grad = cupy.ones(7, dtype), cupy.full(7, complex(1, rank), dtype)
+    allred.distributed(allred.optim.Adam(lr=0.5), clip_norm=1.0).step([param], [grad])
+    there = np.ones(7, dtype)
+    allred.distributed(allred.optim.Adam(lr=0.5), clip_norm=1.0).step([there], [np.full(7, complex(1, rank), dtype)])
+    np.testing.assert_allclose(param.get(), there, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

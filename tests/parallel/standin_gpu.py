@@ -104,7 +104,11 @@ def install(put):
     put(device_arrays, "layouts", layouts)
     put(device_arrays, "all_on_gpu", lambda values: layouts(values) is not None and len(values) > 0)
     put(device_arrays, "squares_on_gpu", lambda parts: sum(map(squares, parts)))
-    put(finite, "exceeds_on_gpu", lambda parts, *a: bool(scan.exceeds([adopt(part).flat() for part in parts], *a)))
+    put(finite, "exceeds_on_gpu", lambda parts, *a: bool(scan.exceeds(list(map(_numbers, parts)), *a)))
+
+
+def _numbers(value):
+    return device_arrays.real_numbers(adopt(value).flat())
 
 
 def attach(make_device):
@@ -116,7 +120,7 @@ def attach(make_device):
 def squares(part):
     """In place of device_arrays.squares_on_gpu, of one array."""
     value, low, high = part
-    return float(np.square(host(value).astype(np.float64).reshape(-1)[low:high]).sum())
+    return float(np.square(np.abs(host(value).reshape(-1)[low:high]).astype(np.float64)).sum())
 
 
 class Pointed(np.ndarray):
@@ -361,10 +365,10 @@ class Nccl:
     """The module cupy.cuda.nccl, and its communicator: MPI's collectives on the memory at the addresses."""
 
     NCCL_INT8, NCCL_UINT8, NCCL_INT32, NCCL_INT64, NCCL_FLOAT16, NCCL_FLOAT32, NCCL_FLOAT64 = (0, 1, 2, 4, 6, 7, 8)
-    NCCL_BFLOAT16 = 9
+    NCCL_UINT32, NCCL_UINT64, NCCL_BFLOAT16 = 3, 5, 9
     NCCL_SUM, NCCL_PROD, NCCL_MAX, NCCL_MIN, NCCL_AVG = range(5)
     DTYPES = {  # noqa: RUF012
-        **{0: "i1", 1: "u1", 2: "i4", 4: "i8", 6: "f2", 7: "f4", 8: "f8"},
+        **{0: "i1", 1: "u1", 2: "i4", 3: "u4", 4: "i8", 5: "u8", 6: "f2", 7: "f4", 8: "f8"},
         9: ml_dtypes.bfloat16,
     }
     OPS = (np.add, np.multiply, np.fmax, np.fmin, np.add)  # those that drop a NaN, as NCCL's do

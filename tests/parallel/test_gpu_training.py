@@ -172,10 +172,11 @@ class UserSGD:
         for name, grad in grads.items():
             if grad is not None:
                 assert type(grad) is type(params[name])
-                host(params[name])[...] -= host(grad).astype(np.float32)
+                array = host(grad)
+                host(params[name])[...] -= array if array.dtype.kind == "c" else array.astype(np.float32)
 
 
-@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32])
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32, np.complex64])
 @pytest.mark.parametrize("place", [on_gpu, standin_gpu.Tensor])
 @pytest.mark.parametrize(
     "options",
@@ -191,21 +192,24 @@ def test_gradients_are_accumulated_clipped_and_unscaled_on_their_gpu(world_on_gp
         params[kind] = {name: kind(np.zeros(shape, dtype)) for name, shape in shapes.items()}
         for step in range(4):
             rng = np.random.default_rng([step, comm.rank])
-            grads = {name: kind(rng.normal(size=shape).astype(dtype)) for name, shape in shapes.items()}
+            imaginary = 1j if dtype is np.complex64 else 0
+            values = {
+                name: rng.normal(size=shape) + imaginary * rng.normal(size=shape) for name, shape in shapes.items()
+            }
+            grads = {name: kind(np.asarray(value).astype(dtype)) for name, value in values.items()}
             before = {name: host(grad).copy() for name, grad in grads.items()}
             opt.step(params[kind], grads, samples=1 + (step + comm.rank) % 2)
             if "accumulate" in options:
                 assert all((host(grads[name]) == before[name]).all() for name in grads)
         norms[kind] = opt.grad_norm
     if "clip_norm" in options:
-        assert norms[place] == pytest.approx(norms[np.array], rel=1e-2 if dtype != np.float32 else 1e-6)
+        assert norms[place] == pytest.approx(norms[np.array], rel=1e-2 if dtype is ml_dtypes.bfloat16 else 1e-6)
     for name, value in params[np.array].items():
         there = host(params[place][name])
         assert there.dtype == dtype
         assert there.any() == (name != "e")
-        np.testing.assert_allclose(
-            there.astype(np.float64), value.astype(np.float64), rtol=1e-5, atol=1e-6 if dtype == np.float32 else 2e-2
-        )
+        near = 2e-2 if dtype is ml_dtypes.bfloat16 else 1e-6
+        np.testing.assert_allclose(there.astype(np.complex128), value.astype(np.complex128), rtol=1e-5, atol=near)
 
 
 CHECKED = 3  # steps, which communicate in step() (modes/detect)

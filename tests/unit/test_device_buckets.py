@@ -63,3 +63,16 @@ def test_a_large_tensor_without_kernels_needs_no_bucket():
 )
 def test_what_a_kernel_is_needed_for(dtype, request_, direct):
     assert bool(plan([1009], dtype, request_).direct) == direct
+
+
+def test_complex_numbers_are_twice_as_many_floats():
+    """In buckets of their own: they are never compressed."""
+    request = AVERAGE._replace(compression=allred.Compression.fp16)
+    dtypes = [np.dtype(name) for name in ("f4", "c8", "c8", "c16")]
+    found = plan_buckets([(5,), (5,), (), (300,)], dtypes, request)
+    assert {(bucket.dtype, bucket.wire_dtype, bucket.is_float) for bucket in found.buckets} == {
+        ("float32", "float16", True),
+        ("float32", "float32", True),
+        ("float64", "float64", True),
+    }
+    assert sorted(bounds(found)) == [[(0, 5)], [(0, 10), (0, 2)], [(0, 512)], [(512, 600)]]

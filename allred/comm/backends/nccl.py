@@ -7,11 +7,11 @@ errors on the host: if one rank fails, the others would wait for it in NCCL.
 Some dtypes and operators are converted before NCCL, so that results equal those of the other backends (ops.py):
 
     bool                            as uint8: Min and Product are its minimum, Max its maximum
-    int16                           as int32; truncation makes it wrap around
+    int16, uint16                   as int32; truncation makes it wrap around
     floats, Min and Max             as integers of the same order, NaN the extreme: NCCL ignores NaN
     16-bit floats, other ops        each rank reduces a part in float32 and rounds it once, without NCCL's operators;
                                     unchanged with ALLRED_NCCL_16BIT=native
-    everything else                 unchanged
+    everything else                 unchanged; complex numbers are twice as many floats (device_reduce.py)
 
 Arrays of bfloat16 are uint16 here. In the functions that convert arrays, `xp` is cupy, or numpy in tests.
 """
@@ -48,13 +48,16 @@ _OPS = {
 _SLICE_ELEMENTS = 2**24  # of 16-bit floats: 32 MiB
 _EXCHANGE_S = 0.5  # interval at which ranks that create the communicator exchange their errors
 
-_WIDE = {"bool": "uint8", "int16": "int32"}
+_WIDE = {"bool": "uint8", "int16": "int32", "uint16": "int32"}
 _KEYS = {"float16": "int32", "bfloat16": "int32", "float32": "int32", "float64": "int64"}
 _FLOATS = {"int32": "float32", "int64": "float64"}
 # NCCL's names of dtypes, as in cupy.
 TYPES = {
     name: f"NCCL_{name.upper()}"
-    for name in ("uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+    for name in (
+        *("uint8", "int8", "int32", "uint32", "int64", "uint64"),
+        *("float16", "bfloat16", "float32", "float64"),
+    )
 }
 
 
