@@ -1,8 +1,11 @@
 """All collectives of torch.distributed on backend allred, compared with gloo where it has them."""
 
 import datetime
+import functools
 import gc
 import inspect
+import math
+import operator
 import os
 import sys
 import time
@@ -107,7 +110,20 @@ def other_operators(rank, size):
     if hasattr(premul, "factor"):  # torch 2.5 lacks it
         dist.all_reduce(tensor := rank_tensor(rank, 5), premul)
         assert_same(tensor, sum(rank_tensor(r, 5) * 0.5 for r in range(size)), size)
-    for dtype in (torch.int8, torch.int64, torch.uint8):  # rounded toward zero; Lightning needs it
+    unsigned = [getattr(torch, name) for name in ("uint16", "uint32", "uint64") if hasattr(torch, name)]
+    for dtype in unsigned:  # which gloo lacks
+        largest = [2 ** (8 * dtype.itemsize) - 1 - r for r in range(size)]
+        for op, expected in (
+            (dist.ReduceOp.SUM, sum(largest) % (largest[0] + 1)),
+            (dist.ReduceOp.MIN, largest[-1]),
+            (dist.ReduceOp.MAX, largest[0]),
+            (dist.ReduceOp.PRODUCT, math.prod(largest) % (largest[0] + 1)),
+            (dist.ReduceOp.BAND, functools.reduce(operator.and_, largest)),
+        ):
+            tensor = torch.tensor(largest[rank : rank + 1], dtype=dtype)
+            dist.all_reduce(tensor, op)
+            assert tensor.tolist() == [expected], (dtype, op, tensor)
+    for dtype in (torch.int8, torch.int64, torch.uint8, *unsigned):  # rounded toward zero; Lightning needs it
         signed = [-5 - r for r in range(size)] if dtype.is_signed else [5] * size
         tensor = torch.tensor([signed[rank], 4 * rank + 1], dtype=dtype)
         dist.all_reduce(tensor, dist.ReduceOp.AVG)
@@ -342,7 +358,8 @@ def functional_collectives(rank, size):
 
 def messages(rank, size):
     after, before = (rank + 1) % size, (rank - 1) % size
-    for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.complex64):
+    unsigned = [getattr(torch, name) for name in ("uint16", "uint64") if hasattr(torch, name)]
+    for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.complex64, *unsigned):
         tensor, found = rank_tensor(rank, 3, 4, dtype=dtype), torch.zeros(3, 4, dtype=dtype)
         works = [dist.isend(tensor, after, tag=3), dist.irecv(found, before, tag=3)]
         for work in works:

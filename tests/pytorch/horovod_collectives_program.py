@@ -21,6 +21,7 @@ from allred import world
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+INTEGERS += tuple(getattr(torch, name) for name in ("uint16", "uint32", "uint64") if hasattr(torch, name))
 MOVED = (*FLOATS, *INTEGERS, torch.bool, torch.complex64)
 
 
@@ -71,6 +72,33 @@ def allreduce_of_every_dtype():
             same(own, before)
             assert hvd.allreduce_(own, op=op) is own
             close(own, wanted.to(dtype))
+
+
+@case
+def complex_numbers():
+    for dtype in (torch.complex64, torch.complex128):
+        numbers = [value(rank, dtype) * (1 + 1j) + rank for rank in range(hvd.size())]
+        own, total = numbers[hvd.rank()], torch.stack(numbers).sum(0)
+        kept = own.clone()
+        close(hvd.allreduce(own), total / hvd.size())
+        close(hvd.allreduce(own, op=hvd.Product), torch.stack(numbers).prod(0))
+        close(hvd.allreduce(own, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0), total * 2)
+        close(hvd.allreduce(own.t(), op=hvd.Sum, compression=hvd.Compression.fp16), total.t())
+        group = hvd.grouped_allreduce([own, torch.ones(3), torch.tensor([3])])
+        for found, expected in zip(group, (total / hvd.size(), torch.ones(3), torch.tensor([3])), strict=True):
+            close(found, expected)
+        close(hvd.reducescatter(own), (total / hvd.size()).tensor_split(hvd.size())[hvd.rank()])
+        close(hvd.reducescatter(own[:0], op=hvd.Sum), total[:0])
+        same(own, kept)
+        leaf = own.clone().requires_grad_()
+        hvd.allreduce(leaf * 1j).abs().square().sum().backward()
+        close(leaf.grad, 2 * total / hvd.size())
+        spoiled = hvd.allreduce(torch.full((1,), complex(1, float("inf")), dtype=dtype), postscale_factor=2.0)
+        assert (spoiled.real.item(), spoiled.imag.item()) == (2, float("inf"))
+        same(hvd.allreduce_(own), hvd.allreduce(kept))
+    for op in (hvd.Min, hvd.Max):
+        with fails(hvd.HorovodInternalError, ValueError, match="complex numbers have no order"):
+            hvd.allreduce(torch.ones(2) if hvd.rank() else torch.ones(2, dtype=torch.complex64), op=op)
 
 
 @case
@@ -368,8 +396,8 @@ def arguments_of_one_rank_that_cannot_be_used():
     for call in (hvd.grouped_allgather, hvd.grouped_allreduce, hvd.grouped_reducescatter):  # several operations
         with fails(*kinds, match="sparse"):
             call([torch.eye(2) if rank else torch.eye(2).to_sparse(), torch.ones(2, dtype=torch.int64), torch.ones(2)])
-    with fails(*kinds, match="complex"):
-        hvd.allreduce(torch.ones(2) if rank else torch.ones(2, dtype=torch.complex64))
+    with fails(*kinds, match="conjugate"):
+        hvd.allreduce(torch.ones(2) if rank else torch.ones(2, dtype=torch.complex64).conj())
     with fails(*kinds, match="Sum of bool"):
         hvd.allreduce(torch.ones(2, dtype=torch.bool), op=hvd.Sum)
     with fails(*kinds, match="no first dimension"):

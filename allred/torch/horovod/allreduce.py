@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,15 +62,16 @@ class ScaledReduction(NamedTuple):
 
     def begin(self, tensor: Tensor) -> None:
         """Scale a tensor in place, before the reduction."""
-        _scale_(tensor, self.prescale)
+        _scale_(_real(tensor), self.prescale)
 
     def end(self, tensor: Tensor, op: ReduceOp, size: int, active: int) -> None:
         """Complete the result of allred, by the operator `op`, in place. size: number of ranks; active: of those that
         have not joined."""
+        tensor = _real(tensor)
         if self._is_integer_mean(tensor) and self.postscale != 1.0:
             _scale_(tensor, self.postscale / size)
         elif self._is_integer_mean(tensor):
-            torch.div(tensor, size, rounding_mode="trunc", out=tensor)
+            _divide_(tensor, size)
         else:
             if op is not self.op:
                 tensor.div_(size)
@@ -78,11 +80,26 @@ class ScaledReduction(NamedTuple):
             _scale_(tensor, self.postscale)
 
     def _is_integer_mean(self, tensor: Tensor) -> bool:
-        return self.op is Average and not tensor.is_floating_point()
+        return self.op is Average and not (tensor.is_floating_point() or tensor.is_complex())
 
 
 MEAN = ScaledReduction(Average)
 _HALF = (torch.float16, torch.bfloat16)
+_UNSIGNED = tuple(getattr(torch, name) for name in ("uint16", "uint32", "uint64") if hasattr(torch, name))
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """View a complex tensor as real numbers: (inf + 0j) * 2 is inf + nan j in complex arithmetic."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _divide_(tensor: Tensor, size: int) -> None:
+    """Divide integers in place, and truncate."""
+    if tensor.dtype in _UNSIGNED and not tensor.is_cuda:  # torch does not divide them
+        array = view(tensor)
+        np.floor_divide(array, size, out=array)
+    else:
+        torch.div(tensor, size, rounding_mode="trunc", out=tensor)
 
 
 def _scale_(tensor: Tensor, factor: float) -> None:
@@ -182,7 +199,8 @@ allreduce, allreduce_async, allreduce_, allreduce_async_ = public_functions(
     ("_async", "_", "_async_"),
     """Reduce a tensor over the ranks. Returns a new tensor of its shape and dtype. Differentiable.
 
-    average: deprecated, use `op`. op: hvd.Average (default; integers are truncated), Sum, Min, Max or Product.
+    average: deprecated, use `op`. op: hvd.Average (default; integers are truncated), Sum, Min, Max or Product. Complex
+    numbers have no Min and Max.
     prescale_factor, postscale_factor: the tensor is multiplied by them before and after the reduction.
     compression: hvd.Compression.none or .fp16, or a class with static methods `compress` and `decompress`.
 

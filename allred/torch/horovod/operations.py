@@ -272,6 +272,6 @@ def result_as_tensor(array: Any, like: Tensor) -> Tensor:
     found = as_tensor(np.ascontiguousarray(array))
     if not array.size:  # numpy's strides are zeros, which view_as_complex refuses
         found = found.new_empty(array.shape)
-    if like.dtype.is_complex:
+    if like.dtype.is_complex and not found.is_complex():
         return torch.view_as_complex(found)
     return found if found.dtype == like.dtype else found.view(like.dtype)
