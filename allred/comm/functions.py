@@ -100,6 +100,7 @@ def allreduce(
 ) -> Array:
     """Reduce `value` over all ranks with `op`. Returns a new array of the same shape and dtype.
 
+    value: of floats, complex numbers, integers or bools; `op` says which it takes.
     compression: the dtype in which float32 and float64 are sent, an `allred.Compression`; docs/modes.md has the cost.
 
     Example: on 2 ranks, `allred.allreduce(np.full(3, float(allred.rank())))` returns `[0.5, 0.5, 0.5]`.
@@ -145,6 +146,8 @@ def grouped_allreduce_(
 
 def broadcast(value: Any, root: int = 0, name: str = "", process_set: ProcessSet | None = None) -> Array:
     """Copy the root's `value` to every rank. Returns a new array; all ranks pass the same shape and dtype.
+
+    Any dtype but object: also dates, strings of fixed width, records and longdouble, as in `allgather` and `alltoall`.
 
     Example: on 2 ranks, `allred.broadcast(np.array([allred.rank()]), root=1)` returns `[1]`.
     """
