@@ -33,6 +33,9 @@ def random_array(rng: np.random.Generator, name: str, shape: tuple[int, ...], sp
     dtype, count = dtype_of(name), math.prod(shape)
     if name == "bool":
         values = rng.integers(0, 2, count).astype(dtype)
+    elif dtype.kind == "c":
+        real_name = f"float{4 * dtype.itemsize}"
+        values = np.ravel(random_array(rng, real_name, (*shape, 2), specials)).view(dtype)
     elif name not in FLOATS:
         info = np.iinfo(dtype)
         values = rng.integers(info.min, info.max, count, dtype, endpoint=True)
@@ -54,8 +57,10 @@ class Expected:
 
 
 def reduced(parts: list[np.ndarray], op: str) -> Expected:
-    """Reduce in rank order: 16-bit floats in float32, rounded once."""
+    """Reduce in rank order: 16-bit floats in float32, rounded once; complex numbers as their parts."""
     dtype, size = parts[0].dtype, len(parts)
+    if dtype.kind == "c":
+        return _reduced_complex(parts, op)
     floating = dtype.name in FLOATS
     wide = np.dtype(np.float32) if floating and dtype.itemsize == 2 else dtype
     with np.errstate(all="ignore"):
@@ -69,6 +74,22 @@ def reduced(parts: list[np.ndarray], op: str) -> Expected:
         rounding = ml_dtypes.finfo(dtype).eps * np.abs(array.astype(np.float64)) if wide != dtype else 0
         smallest = float(ml_dtypes.finfo(dtype).smallest_subnormal)
         return Expected(array, 2 * size * float(np.finfo(wide).eps) * scale + rounding + smallest)
+
+
+def _reduced_complex(parts: list[np.ndarray], op: str) -> Expected:
+    """As `reduced`; the tolerance has one more dimension, (real, imaginary)."""
+    if op != "Product":
+        found = reduced([each[..., None].view(each.real.dtype) for each in parts], op)
+        return dataclasses.replace(found, array=found.array.view(parts[0].dtype)[..., 0])
+    product = functools.reduce(np.multiply, parts)
+    scale = np.abs(np.prod([each.astype(np.complex128) for each in parts], axis=0))[..., None]
+    eps = float(np.finfo(product.dtype).eps)
+    return Expected(product, 4 * len(parts) * eps * np.repeat(scale, 2, axis=-1))
+
+
+def real(array: np.ndarray) -> np.ndarray:
+    """Return numbers as float64; complex numbers (...) as (..., 2)."""
+    return (array[..., None].view(array.real.dtype) if array.dtype.kind == "c" else array).astype(np.float64)
 
 
 def reduced_narrow(parts: list[np.ndarray], op: str, wire: np.dtype[Any]) -> Expected:
@@ -135,14 +156,15 @@ def difference(got: Any, wanted: Expected, exactly: bool) -> str:
     array = np.asarray(got)
     if (array.dtype, array.shape) != (wanted.array.dtype, wanted.array.shape):
         return f"is {array.dtype} {array.shape}, not {wanted.array.dtype} {wanted.array.shape}"
-    floating = array.dtype.name in FLOATS
     good = array == wanted.array
-    if floating:
-        a, b = array.astype(np.float64), wanted.array.astype(np.float64)
+    if array.dtype.name in FLOATS or array.dtype.kind == "c":
+        a, b = real(array), real(wanted.array)
+        good = a == b
         good |= np.isnan(a) & np.isnan(b)
         if wanted.tolerance is not None and not exactly:
             with np.errstate(invalid="ignore"):
                 good |= np.abs(a - b) <= wanted.tolerance
+        good = good.all(axis=-1) if array.dtype.kind == "c" else good
     if np.all(good):
         return ""
     where = tuple(int(axis[0]) for axis in np.nonzero(np.atleast_1d(~good)))
@@ -153,6 +175,8 @@ def difference(got: Any, wanted: Expected, exactly: bool) -> str:
 def without_nan_payload(array: Any) -> bytes:
     """Bytes of an array with one code for all NaN: only the codes of NaN may differ between ranks."""
     array = np.array(array)
+    if array.dtype.kind == "c":
+        array = array[..., None].view(array.real.dtype)
     if array.dtype.name in FLOATS:
         array[np.isnan(array.astype(np.float32))] = np.nan
     return array.tobytes()

@@ -27,11 +27,23 @@ def scenario(rng: random.Random, size: int) -> plan.Job:
     operations = []
     for _ in range(rng.randint(1, 6)):
         operation = dataclasses.replace(plan._operation(rng, size), delays=(0.0,) * size)
+        operation = _with_twins(operation) if rng.random() < 0.4 else operation
         operations.append(operation if rng.random() < LARGE else _smaller(operation))
     rank, where = rng.randrange(size), rng.randrange(len(operations))
     fault = plan._wrong(rng, rank, where, tuple(operations)) if size > 1 and rng.random() < 0.4 else plan.Fault()
     job = plan.Job(rng.randrange(2**31), size, "", "", "", tuple(operations), dataclasses.replace(fault, caught=True))
     return plan._compressed(job)
+
+
+# Dtypes that tests/fuzz lacks, because its jobs follow from their seeds.
+TWINS = {"float32": "complex64", "float64": "complex128", "int16": "uint16", "int32": "uint32", "int64": "uint64"}
+
+
+def _with_twins(operation: plan.Operation) -> plan.Operation:
+    """Replace dtypes. Products of complex numbers have no NaN and no infinity: MPI may compute with these otherwise."""
+    twins = {name: twin for name, twin in TWINS.items() if "complex" not in twin or operation.op not in ("Min", "Max")}
+    dtypes = tuple(twins.get(name, name) for name in operation.dtypes)
+    return dataclasses.replace(operation, dtypes=dtypes, specials=operation.specials and operation.op != "Product")
 
 
 def _smaller(operation: plan.Operation) -> plan.Operation:
@@ -69,7 +81,9 @@ def check(job: plan.Job, directory: pathlib.Path) -> Iterator[tuple[str, str]]:
 
 
 def _refused(job: plan.Job, call: calls.Call, error: AllredError | None) -> str:
-    kinds = (InputError,) if job.fault.change == "unusable" else (MismatchError,)
+    has_no_min = job.fault.change == "op" and any("complex" in name for name in call.operation.dtypes)
+    is_step = call.operation.kind == "step"  # whose other operator is Average or Sum
+    kinds = (InputError,) if job.fault.change == "unusable" or (has_no_min and not is_step) else (MismatchError,)
     if job.fault.kind != "wrong" or not isinstance(error, kinds):
         return f"{call.operation}: {type(error).__name__}: {error}, with {job.fault}"
     return "" if call.untouched() else f"{call.operation}: a call that raised an error changed its arguments"
