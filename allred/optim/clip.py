@@ -47,7 +47,7 @@ def clip_by_global_norm_(grads: Any, max_norm: float) -> float:
     function do not.
 
     Arguments:
-        grads: nest of writable float arrays; None leaves are skipped.
+        grads: nest of writable arrays of floats or complex numbers; None leaves are skipped.
         max_norm: > 0; with infinity the function only computes the norm.
 
     Raises InputError: a leaf is not a writable float array, or max_norm <= 0; nothing has changed then.
@@ -73,7 +73,7 @@ def global_norm(grads: Any) -> float:
     """Global norm: sqrt(sum of the squares of all elements of all leaves), in float64; 0.0 without leaves.
 
     Arguments:
-        grads: nest of float arrays and Python floats; None leaves are skipped.
+        grads: nest of arrays of floats or complex numbers, and of Python numbers; None leaves are skipped.
 
     Raises InputError: a leaf has another type.
 
@@ -82,7 +82,7 @@ def global_norm(grads: Any) -> float:
     """
     tensors = []
     for name, grad in leaves(grads):
-        if isinstance(grad, (float, int, np.floating)):
+        if isinstance(grad, (float, int, complex, np.inexact)):
             tensors.append(np.asarray(grad))
         elif is_float_tensor(grad):
             tensors.append(grad)

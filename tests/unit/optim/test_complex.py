@@ -5,6 +5,7 @@ import pytest
 
 from allred.arrays import view_as_real
 from allred.errors import InputError
+from allred.optim import clip
 
 
 def draw(rng, dtype, shape):
@@ -58,3 +59,12 @@ def test_gradients_of_another_kind(case, rng):
     for param, grad in ((np.ones(3, np.float32), np.ones(3, np.complex64)), (np.array(1, np.float32), 1j)):
         with pytest.raises(InputError, match="the gradient of '0' is complex, but its parameter is a float32"):
             case.make().step([param], [grad])
+
+
+def test_norm_and_clipping():
+    grads = [np.array([3j, 0], "c8"), np.array(4.0), None]
+    assert clip.global_norm([*grads, 12j]) == 13
+    assert clip.clip_by_global_norm_(grads, 1.0) == 5
+    np.testing.assert_allclose(grads[0], [0.6j, 0], rtol=1e-6)
+    with pytest.raises(InputError, match="clip_by_value_: complex numbers have no order; use clip_by_global_norm_"):
+        clip.clip_by_value_(grads, 1.0)
