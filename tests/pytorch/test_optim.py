@@ -55,15 +55,25 @@ def torch_steps(optimizer: Any, tensors: list[Any], grads: list[np.ndarray]) -> 
 def start(dtype: Any) -> tuple[list[np.ndarray], list[Any], list[list[np.ndarray]]]:
     """Equal parameters for allred and torch, and the gradients of all steps."""
     rng = np.random.default_rng(7)
-    params = [rng.normal(size=shape).astype(dtype) for shape in [(3, 4), (5,)]] + [np.array(0.5, dtype)]
-    grads = [[np.asarray(rng.normal(size=param.shape)).astype(dtype) for param in params] for _ in range(STEPS)]
+
+    def draw(shape: tuple[int, ...]) -> np.ndarray:
+        imaginary = 1j * rng.normal(size=shape) if np.dtype(dtype).kind == "c" else 0
+        return np.asarray(rng.normal(size=shape) + imaginary).astype(dtype)
+
+    params = [draw(shape) for shape in [(3, 4), (5,)]] + [np.array(0.5, dtype)]
+    grads = [[draw(param.shape) for param in params] for _ in range(STEPS)]
     return params, [torch.from_numpy(param.copy()).requires_grad_() for param in params], grads
 
 
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
-    [(np.float64, {"rtol": 1e-12, "atol": 1e-13}), (np.float32, {"rtol": 2e-5, "atol": 2e-6})],
-    ids=["float64", "float32"],
+    [
+        (np.float64, {"rtol": 1e-12, "atol": 1e-13}),
+        (np.float32, {"rtol": 2e-5, "atol": 2e-6}),
+        (np.complex128, {"rtol": 1e-12, "atol": 1e-13}),
+        (np.complex64, {"rtol": 2e-5, "atol": 2e-6}),
+    ],
+    ids=["float64", "float32", "complex128", "complex64"],
 )
 @pytest.mark.parametrize(("name", "hyper"), CASES, ids=IDS)
 def test_steps_and_slots_are_torchs(name, hyper, dtype, tolerance):

@@ -7,7 +7,7 @@ errors on the host: if one rank fails, the others would wait for it in NCCL.
 Some dtypes and operators are converted before NCCL, so that results equal those of the other backends (ops.py):
 
     bool                            as uint8: Min and Product are its minimum, Max its maximum
-    int16, uint16                   as int32; truncation makes it wrap around
+    int16, uint16                   as int32, uint32; truncation makes them wrap around
     floats, Min and Max             as integers of the same order, NaN the extreme: NCCL ignores NaN
     16-bit floats, other ops        each rank reduces a part in float32 and rounds it once, without NCCL's operators;
                                     unchanged with ALLRED_NCCL_16BIT=native
@@ -48,7 +48,7 @@ _OPS = {
 _SLICE_ELEMENTS = 2**24  # of 16-bit floats: 32 MiB
 _EXCHANGE_S = 0.5  # interval at which ranks that create the communicator exchange their errors
 
-_WIDE = {"bool": "uint8", "int16": "int32", "uint16": "int32"}
+_WIDE = {"bool": "uint8", "int16": "int32", "uint16": "uint32"}
 _KEYS = {"float16": "int32", "bfloat16": "int32", "float32": "int32", "float64": "int64"}
 _FLOATS = {"int32": "float32", "int64": "float64"}
 # NCCL's names of dtypes, as in cupy.
