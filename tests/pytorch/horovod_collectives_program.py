@@ -18,6 +18,7 @@ from torch import distributed as dist
 import allred
 import allred.torch as hvd
 from allred import world
+from allred.torch import differentiable
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -259,6 +260,155 @@ def gradients_of_rows_that_move():
     close(gradient(hvd.reducescatter, own, part), factors)
     close(gradient(lambda t: hvd.reducescatter(t, op=hvd.Sum), own, part), size * factors)
     close(gradient(lambda t: hvd.grouped_reducescatter([t], postscale_factor=3.0)[0], own, part), 3 * factors)
+
+
+COMPLEX = (torch.complex64, torch.complex128)
+
+
+def numbers(seed, *shape, dtype):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=dtype)
+
+
+def model_loss(parameter, rank, reduce):
+    """The loss of a rank. reduce: of values of all ranks. It has lazy conjugates and their imaginary parts."""
+    rows = numbers(rank, 5, 3, dtype=parameter.dtype)
+    hidden = torch.tanh(rows @ parameter)
+    reduced = reduce(rank, hidden)
+    product = reduced * hidden.conj() * numbers(50 + rank, *reduced.shape, dtype=parameter.dtype)
+    if parameter.is_complex():
+        return product.real.sum() + (reduced.conj().imag ** 2).mean() + (parameter * parameter.conj()).real.sum()
+    return product.sum() + (reduced**2).mean() + (parameter**2).sum()
+
+
+def serial_gradient(parameter, op):
+    """The gradient of the mean of the losses of all ranks, in one process."""
+    own = parameter.clone().requires_grad_()
+    hidden = [torch.tanh(numbers(rank, 5, 3, dtype=own.dtype) @ own) for rank in range(hvd.size())]
+    total = torch.stack(hidden).sum(0) / (hvd.size() if op is hvd.Average else 1)
+    losses = [model_loss(own, rank, lambda *_: total) for rank in range(hvd.size())]
+    torch.stack(losses).mean().backward()
+    return own.grad
+
+
+@case
+def an_allreduce_in_the_forward_pass():
+    """With averages of the parameter's gradients, the gradient is that of the mean of the losses."""
+    for dtype in (torch.float32, torch.float64, *COMPLEX):
+        for op in (hvd.Sum, hvd.Average):
+            parameter = numbers(100, 3, 2, dtype=dtype)
+            expected = serial_gradient(parameter, op)
+            for call in (differentiable.allreduce, hvd.allreduce, lambda x, op: hvd.grouped_allreduce([x], op=op)[0]):
+                own = parameter.clone().requires_grad_()
+                model_loss(own, hvd.rank(), lambda _, hidden: call(hidden, op=op)).backward()  # noqa: B023
+                close(hvd.allreduce(own.grad), expected)
+            own = parameter.clone().requires_grad_()
+            optimizer = allred.distributed(torch.optim.SGD([own], lr=0.1))
+            model_loss(own, hvd.rank(), lambda _, hidden: differentiable.allreduce(hidden, op)).backward()  # noqa: B023
+            close(own.grad, expected)
+            optimizer.allred.detach()
+
+
+@case
+def one_loss_of_all_ranks():
+    """All ranks compute the same loss from a reduced value: averages give its gradient, sums N times that."""
+    for dtype in (torch.float64, torch.complex128):
+        start = numbers(100, 3, dtype=dtype)
+        rows = [numbers(rank, 4, 3, dtype=dtype) for rank in range(hvd.size())]
+        whole = start.clone().requires_grad_()
+        (torch.cat(rows) @ whole).sum().abs().square().backward()
+        own = start.clone().requires_grad_()
+        differentiable.allreduce((rows[hvd.rank()] @ own).sum(), hvd.Sum).abs().square().backward()
+        close(hvd.allreduce(own.grad), whole.grad)
+        close(hvd.allreduce(own.grad, op=hvd.Sum), hvd.size() * whole.grad)
+    some = allred.ProcessSet([0])
+    if hvd.rank() == 0:
+        assert differentiable.allreduce(torch.tensor(2.0), process_set=some) == 2
+    scores = torch.tensor(1.0 + hvd.rank(), requires_grad=True)  # as in the docstring
+    variance = differentiable.allreduce(scores * scores) - differentiable.allreduce(scores) ** 2
+    variance.backward()
+    close(scores.grad, 2 * (scores.detach() - (hvd.size() + 1) / 2))
+
+
+@case
+def second_derivatives_of_an_allreduce():
+    for dtype in (torch.float64, torch.complex128):
+        own = numbers(hvd.rank(), 3, dtype=dtype).requires_grad_()
+        (first,) = torch.autograd.grad(hvd.allreduce(own, op=hvd.Sum).abs().pow(4).sum(), own, create_graph=True)
+        (second,) = torch.autograd.grad(first.abs().square().sum(), own)
+        wholes = [numbers(rank, 3, dtype=dtype).requires_grad_() for rank in range(hvd.size())]
+        losses = hvd.size() * torch.stack(wholes).sum(0).abs().pow(4).sum()
+        (first, *_) = torch.autograd.grad(losses, wholes, create_graph=True)
+        norms = hvd.size() * first.abs().square().sum()
+        close(second, torch.autograd.grad(norms, wholes)[hvd.rank()])
+
+
+@case
+def gradients_of_complex_rows():
+    """The gradient of allgather is that of the mean of the losses; see collectives.py for the others."""
+    size, rank = hvd.size(), hvd.rank()
+    counts = [each + 1 for each in range(size)]
+
+    def losses(gathered):
+        factors = [numbers(70 + each, sum(counts), 2, dtype=gathered.dtype) for each in range(size)]
+        return [(gathered.conj() * each).imag.square().sum() + gathered.real.sum() for each in factors]
+
+    for dtype in COMPLEX:
+        parts = [numbers(each, counts[each], 2, dtype=dtype).requires_grad_() for each in range(size)]
+        torch.stack(losses(torch.cat(parts))).mean().backward()
+        for call in (hvd.allgather, lambda x: hvd.grouped_allgather([x, x])[1]):
+            own = parts[rank].detach().clone().requires_grad_()
+            losses(call(own))[rank].backward()
+            close(own.grad, parts[rank].grad)
+        single = torch.tensor(1j, dtype=dtype, requires_grad=True)
+        hvd.allgather(single).conj().imag.sum().backward()  # the gradient of the result is a lazy conjugate
+        close(single.grad, torch.tensor(-1j, dtype=dtype))
+        factors = [numbers(60 + each, 2, 2, dtype=dtype) for each in range(size)]
+        own = numbers(1, 2 * size, 2, dtype=dtype).requires_grad_()
+        (hvd.reducescatter(own).conj() * factors[rank]).real.sum().backward()
+        close(own.grad, torch.cat(factors))
+        own = torch.ones(2, 2, dtype=dtype, requires_grad=True)
+        (hvd.broadcast(own, root_rank=0).conj() * factors[rank]).real.sum().backward()
+        close(own.grad, torch.stack(factors).mean(0) if rank == 0 else torch.zeros_like(own))
+        own = torch.ones(size, 2, dtype=dtype, requires_grad=True)
+        (hvd.alltoall(own).conj() * (rank + 1j)).real.sum().backward()
+        close(own.grad, torch.tensor([[each + 1j] * 2 for each in range(size)], dtype=dtype))
+
+
+@case
+def sums_and_averages_of_complex_tensors():
+    size, rank = hvd.size(), hvd.rank()
+    for dtype in COMPLEX:
+        for shape in ((), (0,), (4, 3), (3, 4)):
+            every = [numbers(each, *shape, dtype=dtype) for each in range(size)]
+            every = [each.t() if shape == (3, 4) else each for each in every]
+            total, before = torch.stack(every).sum(0), every[rank].clone()
+            close(hvd.allreduce(every[rank], op=hvd.Sum), total)
+            close(hvd.allreduce(every[rank]), total / size)
+            close(hvd.allreduce(every[rank], op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0), 1.5 * total)
+            close(hvd.grouped_allreduce([torch.ones(2), every[rank]])[1], total / size)
+            close(hvd.synchronize(hvd.allreduce_async(every[rank], op=hvd.Sum)), total)
+            same(every[rank], before)
+            assert hvd.allreduce_(before) is before
+            close(before, total / size)
+            if shape and shape[0]:
+                close(hvd.reducescatter(every[rank], op=hvd.Sum), total.tensor_split(size)[rank])
+
+
+@case
+def allreduces_that_are_not_differentiable():
+    kinds = hvd.HorovodInternalError, ValueError, allred.InputError
+    with fails(*kinds, match="is not linear"):
+        differentiable.allreduce(torch.ones(2), hvd.Max if hvd.rank() == 0 else hvd.Sum)
+    with fails(*kinds, match="dtype torch.int64 has no gradients"):
+        differentiable.allreduce(torch.arange(2) if hvd.rank() == 0 else torch.ones(2))
+    with fails(hvd.HorovodInternalError, allred.MismatchError, match="complex numbers"):
+        hvd.allreduce(torch.ones(2, 2) if hvd.rank() else torch.ones(2, dtype=torch.complex64))
+    for op in (hvd.Min, hvd.Max, hvd.Product):
+        with fails(*kinds, match="of a complex tensor: use hvd.Average or hvd.Sum"):
+            hvd.allreduce(torch.ones(2, dtype=torch.complex64), op=op)
+    with fails(*kinds, match="lazy conjugate"):
+        hvd.allreduce(torch.ones(2, dtype=torch.complex64).conj())
 
 
 @case

@@ -1,7 +1,8 @@
 """Reductions over the ranks: allreduce and grouped_allreduce.
 
 The forms without underscore return new tensors, the forms with one overwrite their argument. `..._async` returns a
-handle (handles.py). `allreduce` and `grouped_allreduce` are differentiable: the gradient is the same reduction.
+handle (handles.py). `allreduce` and `grouped_allreduce` are differentiable: the gradient is the same reduction of the
+gradients of all ranks (allred/torch/differentiable.py has the convention).
 """
 
 import dataclasses
@@ -21,6 +22,7 @@ from allred.errors import InputError
 from allred.torch.horovod import handles
 from allred.torch.horovod.operations import (
     CollectiveCall,
+    Compression,
     Tensors,
     apply_compressed,
     copies,
@@ -80,7 +82,7 @@ class ScaledReduction(NamedTuple):
             _scale_(tensor, self.postscale)
 
     def _is_integer_mean(self, tensor: Tensor) -> bool:
-        return self.op is Average and not (tensor.is_floating_point() or tensor.is_complex())
+        return self.op is Average and not has_fractions(tensor)
 
 
 MEAN = ScaledReduction(Average)
@@ -102,12 +104,17 @@ def _divide_(tensor: Tensor, size: int) -> None:
         torch.div(tensor, size, rounding_mode="trunc", out=tensor)
 
 
+def has_fractions(tensor: Tensor) -> bool:
+    """Whether the dtype of a tensor is real or complex floating point."""
+    return bool(tensor.is_floating_point() or tensor.is_complex())
+
+
 def _scale_(tensor: Tensor, factor: float) -> None:
     """Multiply a tensor by a factor, in place. Integers are multiplied in float64 and truncated; float16 and bfloat16
     in float32."""
     if factor == 1.0:
         return
-    if tensor.is_floating_point():
+    if has_fractions(tensor):
         tensor.mul_(factor)
     else:
         tensor.copy_(tensor.double() * factor)
@@ -130,8 +137,11 @@ def operator(op: Any, average: bool | None = None) -> ReduceOp:
 
 
 @dataclasses.dataclass
-class _Allreduce(CollectiveCall):
+class AllreduceCall(CollectiveCall):
     reduction: ScaledReduction = MEAN
+
+    def check(self, tensors: Tensors) -> None:
+        """Raise InputError if they cannot be reduced. All ranks raise it."""
 
     def begin_tensors(self, tensors: Tensors, in_place: bool) -> int:
         reduction = self.reduction
@@ -140,6 +150,7 @@ class _Allreduce(CollectiveCall):
             direct = in_place and reduction.prescale == 1.0  # otherwise an error leaves the tensors as they are
             results = list(tensors) if direct else copies(tensors)
             memory = detached(results)
+            self.check(memory)
             label = reduction.label(self.label, memory)
             op = reduction.op_of(memory)
             # Sums of 16-bit floats are rounded after the division only.
@@ -177,8 +188,10 @@ class _Allreduce(CollectiveCall):
         return handles.DeferredCall(communicator, reduce)
 
     def apply(self, tensors: Tensors, compression: Any) -> list[Tensor]:
-        unnamed = dataclasses.replace(self, name=None)
-        return apply_compressed(compression, self.run, unnamed.run, tensors)
+        def gradient(gradients: Tensors) -> list[Tensor]:  # differentiable too
+            return dataclasses.replace(self, name=None).apply(gradients, Compression.none)
+
+        return apply_compressed(compression, self.run, gradient, tensors)
 
 
 def _allreduce(
@@ -190,14 +203,15 @@ def _allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> CollectiveCall:
     reduction = ScaledReduction(operator(op, average), prescale_factor, postscale_factor).check()
-    return _Allreduce("allreduce", name, process_set, reduction=reduction)
+    return AllreduceCall("allreduce", name, process_set, reduction=reduction)
 
 
 allreduce, allreduce_async, allreduce_, allreduce_async_ = public_functions(
     _allreduce,
     "allreduce",
     ("_async", "_", "_async_"),
-    """Reduce a tensor over the ranks. Returns a new tensor of its shape and dtype. Differentiable.
+    """Reduce a tensor over the ranks. Returns a new tensor of its shape and dtype. Differentiable; for the gradient of
+    a computation with an allreduce in it see `allred.torch.differentiable.allreduce`.
 
     average: deprecated, use `op`. op: hvd.Average (default; integers are truncated), Sum, Min, Max or Product. Complex
     numbers have no Min and Max.

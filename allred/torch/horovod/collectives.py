@@ -1,6 +1,7 @@
 """allgather, broadcast, alltoall, reducescatter, sums of sparse tensors, barrier and join. Gradients are Horovod's:
 
-allgather      the mean over the ranks of the gradients of the result, restricted to the rows of this rank
+allgather      the mean over the ranks of the gradients of the result, restricted to the rows of this rank: the
+               gradient of the mean of the losses of all ranks. So parameter gradients are summed afterwards
 broadcast      at the root, the mean of the gradients of the results of all ranks; zeros at other ranks
 alltoall       the gradient of a row is sent back to the rank that the row came from
 reducescatter  gathered from all ranks, and scaled
@@ -75,6 +76,9 @@ allgather, allgather_async = public_functions(
     ("_async",),
     """Concatenate the tensors of all ranks along the first dimension, in rank order. Ranks may differ in the first
     dimension only. Returns a new tensor. Differentiable.
+
+    The gradient is Horovod's, the mean over the ranks. If parameter gradients are averaged afterwards, multiply the
+    part of the loss that depends on the result by `hvd.size()` for the gradient of the mean of the losses.
 
     Raises HorovodInternalError, on all ranks, if the tensors differ otherwise or a rank has joined.
 
@@ -216,6 +220,8 @@ class _Reducescatter(CollectiveCall):
         def begin(communicator: Communicator) -> Any:
             sources = detached(tensors) if reduction.prescale == 1.0 else copies(tensors)
             for tensor in sources:
+                if not tensor.ndim:
+                    raise InputError("a 0-d tensor has no first dimension to split; use allreduce")
                 reduction.begin(tensor)
             pairs = [(view(tensor), reduction.op_of([tensor])) for tensor in sources]
             label = reduction.label(self.label, sources)

@@ -15,6 +15,7 @@ from torch import Tensor
 from allred.comm import functions
 from allred.comm.communicator import Communicator
 from allred.comm.header import quoted
+from allred.comm.process_set import ProcessSet as RankSet
 from allred.comm.work import Work
 from allred.errors import InputError
 from allred.torch.horovod import handles
@@ -86,7 +87,7 @@ class CollectiveCall:
 
     kind: str
     name: str | None
-    process_set: ProcessSet
+    process_set: ProcessSet | RankSet
     is_list: bool = False
     is_async: bool = False
 
@@ -100,7 +101,7 @@ class CollectiveCall:
         starts. allows_joined: as in handles.AsyncCall."""
         communicator = communicator_of(self.process_set)
         title = f"{'grouped_' * self.is_list}{self.kind}{quoted(self.label)}"
-        key = (self.process_set.process_set_id or 0, title) if self.name else None
+        key = (getattr(self.process_set, "process_set_id", 0) or 0, title) if self.name else None
         if key is not None:
             handles.check_name(key)
         if self.is_async:
@@ -208,7 +209,7 @@ def _signature(function: Any, make: Callable[..., Any], compression_at: int | No
 
 class Differentiable(torch.autograd.Function):
     """forward(run, gradient, *tensors) returns run(tensors). backward returns gradient(gradients of the results): a
-    gradient for each tensor."""
+    gradient for each tensor. Gradients of complex numbers are often lazy conjugates."""
 
     @staticmethod
     def forward(
@@ -219,7 +220,7 @@ class Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return (None, None, *ctx.gradient(list(gradients)))
+        return (None, None, *ctx.gradient([each.resolve_conj().resolve_neg() for each in gradients]))
 
 
 def apply_compressed(

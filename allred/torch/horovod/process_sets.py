@@ -144,10 +144,12 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return removed
 
 
-def rank_set(process_set: ProcessSet) -> RankSet | None:
+def rank_set(process_set: ProcessSet | RankSet) -> RankSet | None:
     """Return the set for functions of allred; None for the global set. Raises ValueError if it is not registered."""
     if process_set is global_process_set:
         return None
+    if isinstance(process_set, RankSet):
+        return process_set
     if not isinstance(process_set, ProcessSet) or process_set.process_set_id is None or process_set.ranks is None:
         raise InputError(
             f"process_set={process_set}: expected a registered hvd.ProcessSet; pass it to hvd.init(process_sets=[...]) "
@@ -156,7 +158,7 @@ def rank_set(process_set: ProcessSet) -> RankSet | None:
     return RankSet(process_set.ranks)
 
 
-def communicator_of(process_set: ProcessSet) -> Communicator:
+def communicator_of(process_set: ProcessSet | RankSet) -> Communicator:
     """Return the communicator of a set. Raises ValueError if this rank is not in it or the set is not registered."""
     check_initialized("this call")
     return functions.current(rank_set(process_set))
