@@ -151,6 +151,8 @@ class HostReductions(Group):
         self, value: Any, in_place: bool, op: ReduceOp, name: str, compression: Compression = _NONE
     ) -> Array:
         """Start `allreduce` and wait for the result; takes the fast path of the backend if possible."""
+        if type(value) is float and not in_place:
+            value = np.array(value)
         if self._takes_fast_path(value, in_place) and self.queue.idle:
             assert self.fast_path is not None
             target = value if in_place else empty_like(value)

@@ -35,8 +35,16 @@ class SteadyStep:
         self.plan, self._tensors, self._settings = plan, given.tensors, settings
         self._communicator, self._can_weigh, self._window_starts = communicator, can_weigh, plan.starts
         self._arguments, self._averages = (op, title, wire, checks_finite), op is ReduceOp.AVERAGE
-        agreed = header.mix(header.hash_lines(title, lines, plan.lines), checks_finite)
-        self._agreed = agreed, header.mix(agreed, 1)  # without, and with numbers of samples
+        self._facts = header.mix(header.hash_lines(title, lines, plan.lines), checks_finite)
+        self._agreed = 0  # the last result of `_hash`
+        self._agreed_key: tuple[bool, int | None, int] = (False, None, -1)  # its arguments
+
+    def _hash(self, is_counted: bool, samples: int | None, flags: int) -> int:
+        """Return the hash of what must be the same on all ranks. is_counted: whether samples are known. samples: their
+        number, if C cannot weight the ranks."""
+        agreed = header.mix(self._facts, 1) if is_counted else self._facts
+        agreed = agreed if samples is None else header.mix(agreed, samples)
+        return header.mix(agreed, flags)
 
     def reduce(
         self, communicator: Communicator, checks: MistakeChecks, given: StepInput, settings: str, more: MoreFlags | None
@@ -57,13 +65,11 @@ class SteadyStep:
         window = native.hash_window(leaves, self._window_starts, checks.steps) if checks.compares else 0
         if window is None:
             return False
-        agreed = self._agreed[samples is not None]
-        if samples is not None and self._averages and not self._can_weigh:
-            agreed = header.mix(agreed, samples)
-        if more is not None:
-            flags = more.flags()
-            agreed = header.mix(agreed, flags)
-        if not communicator.step_allreduce(values, *self._arguments, agreed, window, samples or 0):
+        flags = 0 if more is None else more.flags()
+        counts = samples if samples is not None and self._averages and not self._can_weigh else None
+        if (key := (samples is not None, counts, flags)) != self._agreed_key:
+            self._agreed, self._agreed_key = self._hash(*key), key
+        if not communicator.step_allreduce(values, *self._arguments, self._agreed, window, samples or 0):
             return False
         if more is not None:
             more.check([flags] * communicator.size, communicator.ranks)

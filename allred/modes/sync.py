@@ -6,10 +6,9 @@ The parameters start equal (`broadcast`), and every rank applies the same mean w
 equal bit for bit without being sent again.
 """
 
-import contextlib
 import operator
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -216,13 +215,6 @@ class SyncMode(Mode):
             arena_pause(False)
         self.update_interrupted = False
         self._updates += 1
-
-    @contextlib.contextmanager
-    def updating(self) -> Iterator[None]:
-        """Inside of this block the parameters belong to no step."""
-        self.update_interrupted = True
-        yield
-        self.update_interrupted = False
 
     # Overlap of communication and computation, after the first opt.reduce().
 

@@ -17,7 +17,7 @@ from allred.gpu.device_arrays import to_host
 from allred.modes.detect import drift
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class BackwardPass:
     """The state of one backward pass; a new record after each."""
 
@@ -27,7 +27,7 @@ class BackwardPass:
     problem: str = ""  # why its gradients cannot be used
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class NextStep:
     """The state of the gradients for the next `step`; a new record after each."""
 
@@ -75,7 +75,7 @@ class ReductionAgreement:
     def begin_step(self) -> None:
         """Call after an update, and where an error has ended a step on all ranks."""
         self._number = 1  # of the next reduction since the last update
-        self._differs = False  # whether the ranks have differed in `in_step` or `has_local`
+        self.differs = False  # whether the ranks have differed in `in_step` or `has_local`
 
     def flags(self) -> int:
         return self._number % _NUMBERS + _NUMBERS * self.in_step + 2 * _NUMBERS * self.has_local
@@ -91,19 +91,17 @@ class ReductionAgreement:
                 "continue after this error, call optimizer.allred.broadcast() and optimizer.zero_grad() on all ranks, "
                 "because some ranks may have made one update more"
             )
-        self._differs = self._differs or len({flag // _NUMBERS for flag in flags}) > 1
+        self.differs = self.differs or len({flag // _NUMBERS for flag in flags}) > 1
         self._number += 1
         self.has_local = False
 
     def compare(self, communicator: Communicator, gradients: Callable[[bool], dict[str, Any]]) -> None:
-        """Before an update: if the ranks have differed, compare their reduced gradients. Collective then. Raises
+        """Before an update, if the ranks have differed (`differs`): compare their reduced gradients. Collective. Raises
         InputError if they are not equal.
 
         gradients: returns their arrays by name; of sparse ones the values, or with True dense copies, because a
         gradient may be sparse on some ranks only.
         """
-        if not self._differs:
-            return
         title = f"{self._title}: comparison of the reduced gradients"
         fields = communicator.check("step", title, note=drift.fingerprint(_parts(gradients(False)))).wait()
         if len({each.note for each in fields}) == 1:

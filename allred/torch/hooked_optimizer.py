@@ -96,7 +96,7 @@ class HookedOptimizer(ModuleCheckpoints):
         # The parameters when sparse gradients were agreed on; None: not yet.
         self._agreed_layout: tuple[Any, ...] | None = None
         self._hooks = GradientHooks(self._marks)
-        self._graph_task = -1  # the run of the autograd engine that called a hook last
+        self._graph_task = self.idle_task = -1  # the run of the autograd engine that called a hook last
         self._overlaps: bool | None = None  # the decision; None: not made yet
         self._repeats = False  # whether a backward pass has called the hook of a parameter twice
         try:
@@ -150,7 +150,7 @@ class HookedOptimizer(ModuleCheckpoints):
         A backward pass inside does not count for `accumulate` and `samples`. `torch.autograd.grad` and
         `loss.backward(inputs=[x])` do not need the context. Mode ps: no effect.
         """
-        before, self._is_local = self._is_local, True
+        before, self._is_local, self.idle_task = self._is_local, True, -1
         try:
             yield
         finally:
@@ -164,7 +164,9 @@ class HookedOptimizer(ModuleCheckpoints):
         if (task := _graph_task()) != self._graph_task:
             self._graph_task = task
             self._begin_graph_task()
-        if self._backward.overlaps and name not in self._adapter.sparse.names and not parameter.grad.is_sparse:
+        if not self._backward.overlaps:
+            self.idle_task = task
+        elif name not in self._adapter.sparse.names and not parameter.grad.is_sparse:
             self._send_gradient(name, parameter)
 
     @uncompiled
@@ -179,9 +181,9 @@ class HookedOptimizer(ModuleCheckpoints):
     def _may_overlap(self) -> bool:
         """Whether the current backward pass sends gradients before its end. The order of buckets is that of one
         optimizer with unchanged parameters."""
-        parameters = self._trained()
         if not self._has_overlap() or self._gradients_of_step > 1 or len(_hooked) > 1 or self._repeats:
             return False
+        parameters = self._trained()
         if self._marks and marked(parameters, *BOTH_MARKS):
             return False
         return self._agreed_layout in (None, layout_of(parameters, True))
@@ -255,25 +257,48 @@ class HookedOptimizer(ModuleCheckpoints):
 
     def reduce_all(self) -> None:
         """Internal: replace the gradients by their mean over the ranks. Collective."""
-        with self._reset_step_on_error():
+        try:
             self._reduce_all()
+        except AllredError:
+            self._discard_step()
+            raise
 
     @contextlib.contextmanager
     def _reset_step_on_error(self) -> Iterator[None]:
-        """On an error, which all ranks raise, discard the step and all agreements between the ranks (order of
-        gradients, sparse parameters): they may differ then, for example if one rank has frozen a parameter."""
+        """As `reduce_all` on an error."""
         try:
             yield
         except AllredError:
-            self._end_step()
-            self._sync_mode().forget_order()
-            self._agreed_layout, self._samples = None, SampleCount()
+            self._discard_step()
             raise
 
+    def _discard_step(self) -> None:
+        """After an error, which all ranks raise, discard the step and all agreements between the ranks (order of
+        gradients, sparse parameters): they may differ then, for example if one rank has frozen a parameter."""
+        self._end_step()
+        self._sync_mode().forget_order()
+        self._agreed_layout, self._samples = None, SampleCount()
+
     def _reduce_all(self) -> None:
-        samples, mode, parameters = self._samples_of_step(), self._sync_mode(), self._trained()
-        backward, self._backward = self._backward, BackwardPass()
-        layout, sparse, problem = layout_of(parameters, self._has_overlap()), self._adapter.sparse, backward.problem
+        samples, mode, adapter = self._samples_of_step(), self._sync_mode(), self._adapter
+        backward, following = self._backward, self._next
+        if backward.names or backward.problem:
+            self._backward = BackwardPass()
+        mode.in_skipped_step = following.is_skipped
+        repeats = not (self._marks or backward.problem or self._agreed_layout is None or self._has_overlap())
+        if repeats and (again := adapter.repeated_input()) is not None:
+            self._step(*again, samples)
+        else:
+            self._reduce_input(backward.problem, samples, mode)
+        following.is_reduced, following.is_skipped = True, mode.was_skipped
+        if self._marks and not mode.was_skipped:
+            mark_reduced(self._trained())
+        adapter.release_gradients()
+
+    def _reduce_input(self, problem: str, samples: int | None, mode: SyncMode) -> None:
+        """Reduce gradients that may differ from those of the last step in anything. problem: of the backward pass."""
+        parameters = self._trained()
+        layout, sparse = layout_of(parameters, self._has_overlap()), self._adapter.sparse
         if self._agreed_layout != layout:  # on all ranks
             sparse.agree_on_names(self._communicator(), parameters, self.name)
             if self._agreed_layout is not None:
@@ -285,16 +310,11 @@ class HookedOptimizer(ModuleCheckpoints):
             problem = problem or mark_refusal(parameters, self._options.op)
             if marked(parameters, *BOTH_MARKS):  # on all ranks
                 mode.forget_order()
-        mode.in_skipped_step = self._next.is_skipped
         params, grads = ({}, {}) if problem else self._adapter.step_input()
         reduced = marked(parameters, MARK_REDUCED) if self._marks and not problem else []
         for name in reduced:  # such as by another optimizer
             del params[name], grads[name]
         self._step(params, grads, samples, problem)
-        self._next = NextStep(is_reduced=True, is_skipped=mode.was_skipped)
-        if self._marks and not self._next.is_skipped:
-            mark_reduced(parameters)
-        self._adapter.release_gradients()
 
     def _samples_of_step(self) -> int | None:
         samples, self.samples = self.samples, None
@@ -346,8 +366,9 @@ class HookedOptimizer(ModuleCheckpoints):
 
     def _compare(self) -> None:
         """Compare the gradients between the ranks, if they were not reduced in the same way on all."""
-        with self._reset_step_on_error():
-            self.reduction_agreement.compare(self._communicator(), self._adapter.reduced_gradients)
+        if self.reduction_agreement.differs:
+            with self._reset_step_on_error():
+                self.reduction_agreement.compare(self._communicator(), self._adapter.reduced_gradients)
 
     def _end_step(self) -> None:
         self._next = NextStep()
@@ -355,8 +376,10 @@ class HookedOptimizer(ModuleCheckpoints):
 
     def _update(self, *arguments: Any) -> Any:
         """Call the method `step` of torch."""
-        with self._sync_mode().updating():
-            result = self._adapter.update_parameters(*arguments)
+        mode = self._sync_mode()
+        mode.update_interrupted = True  # until the end of the update
+        result = self._adapter.update_parameters(*arguments)
+        mode.update_interrupted = False
         self._end_step()
         self._updates.known = self._adapter.global_step
         self.add_hooks()  # to parameters that the program has put into a group itself

@@ -22,6 +22,8 @@ tensor, so it ends with the tensor and is valid for all optimizers that have the
 """
 
 import contextlib
+import functools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
@@ -34,8 +36,20 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def uncompiled(function: F) -> F:
-    """Return a function that torch.compile does not compile, nor what it calls."""
-    return torch._disable_dynamo(function)  # type: ignore[no-any-return]
+    """Return a function that torch.compile does not compile, nor what it calls. `torch._disable_dynamo` does it by
+    several calls of Python and C, which are needed only inside of a compiled function."""
+    disabled = torch._disable_dynamo(function)
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Any:  # `GradientHooks.add` makes torch.compile skip it
+        return function(*arguments) if _compiler() is None else disabled(*arguments)
+
+    vars(call)["_torchdynamo_disable"] = True  # it is not inlined
+    return call  # type: ignore[return-value]
+
+
+# Returns None if nothing in this thread is being compiled.
+_compiler: Callable[[], Any] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", object)
 
 
 def skip_frames(*functions: Any) -> None:
@@ -111,9 +125,14 @@ def _mark_of(grad: torch.Tensor | None) -> str:
 
 # Hooks on parameters.
 
+_graph_task = torch._C._current_graph_task_id
+
 
 class GradientObserver(Protocol):
-    """Receives the calls of the hooks, which hold a weak reference to it."""
+    """Receives the calls of the hooks, which hold a weak reference to it. idle_task: the graph task whose other hooks
+    need not call it."""
+
+    idle_task: int
 
     def on_gradient(self, name: str, parameter: Any) -> None:
         """Note that a gradient of the current backward pass is complete."""
@@ -126,22 +145,26 @@ class GradientHooks:
     def __init__(self, marks: bool) -> None:
         self._marks = marks
         self._handles: dict[int, tuple[torch.Tensor, list[Any]]] = {}  # by id of the parameter, which is kept
+        self._added: Iterable[tuple[str, torch.Tensor]] = ()  # in the last call of `add`
 
     def add(self, observer: GradientObserver, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Attach hooks to parameters that have none, including frozen ones, which may be unfrozen later."""
-        reference = weakref.ref(observer)
+        """Attach hooks to parameters that have none, including frozen ones, which may be unfrozen later. The same
+        `named` again means that nothing has changed."""
+        if named is self._added:
+            return
+        self._added, reference = named, weakref.ref(observer)
         for name, parameter in named:
             if id(parameter) not in self._handles and _can_train(parameter):
 
                 def hook(parameter: torch.Tensor, name: str = name) -> None:
-                    if (owner := reference()) is not None:
+                    if (owner := reference()) is not None and owner.idle_task != _graph_task():
                         owner.on_gradient(name, parameter)
 
                 with _requiring_gradient(parameter):
                     watching = watch_marks(parameter) if self._marks else []
                     handles = [parameter.register_post_accumulate_grad_hook(hook), *watching]
                 self._handles[id(parameter)] = parameter, handles
-                skip_frames(hook, type(observer).on_gradient)
+                skip_frames(hook, type(observer).on_gradient, _Callback.__call__)
 
     def remove(self) -> None:
         for _, handles in self._handles.values():
@@ -194,11 +217,13 @@ class _Callback:
         if outer is not None:  # the node of the outer graph task that runs this one
             outer.register_hook(_WaitForOuter(self.observers))
             return
-        for observer in sorted(self.observers, key=lambda each: each.call_order):
+        self.observers.sort(key=_call_order)
+        for observer in self.observers:
             observer.end_of_backward()
 
     def __del__(self) -> None:
         if not self._was_called:
+            _waiting.pop(self._task, None)
             for observer in self.observers:
                 observer.backward_failed()
 
@@ -216,18 +241,20 @@ class _WaitForOuter:
                 call_after_backward(observer)
 
 
-_waiting: "weakref.WeakValueDictionary[int, _Callback]" = weakref.WeakValueDictionary()  # by graph task
+_call_order = operator.attrgetter("call_order")
+_waiting: dict[int, list[BackwardObserver]] = {}  # the observers of the callback of a graph task
 
 
 def call_after_backward(observer: BackwardObserver) -> bool:
     """Call `observer.end_of_backward()` once, at the end of the current backward pass. Called in a hook of it. Return
     whether this is the first call in the current graph task."""
-    task = torch._C._current_graph_task_id()
-    callback = _waiting.get(task)
-    if callback is None:
-        callback = _waiting[task] = _Callback(task)
+    task = _graph_task()
+    observers = _waiting.get(task)
+    if observers is None:
+        callback = _Callback(task)
+        observers = _waiting[task] = callback.observers
         torch.autograd.Variable._execution_engine.queue_callback(callback)
-    if observer in callback.observers:
+    if observer in observers:
         return False
-    callback.observers.append(observer)
+    observers.append(observer)
     return True
