@@ -215,6 +215,11 @@ class SampleCount:
                 self._claimed = None, str(error)
         return self._claimed[0]
 
+    @property
+    def problem(self) -> str:
+        """The error of `of_reduce`, or ""."""
+        return "" if self._claimed is None else self._claimed[1]
+
     def of_step(self, samples: Any) -> int | None:
         claimed, self._claimed = self._claimed, None
         if claimed is None:

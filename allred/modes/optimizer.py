@@ -210,6 +210,26 @@ class DistributedOptimizer:
             communicator.queue.record_error(error)
             raise
 
+    def _repeat_step(self, mode: SyncMode, values: list[Any], samples: int | None) -> bool:
+        """As `_step`, of an optimizer that makes its update later, if the step is like the last one on all ranks.
+        Return False if it is not, with nothing changed: then call `_step` with the same `samples`.
+
+        values: the gradients, plain arrays in the order of the last step; the mean overwrites them.
+        """
+        clipper, communicator = self._clipper, self._communicator()
+        is_plain = clipper.limit is None and clipper.scaler is None and self.process_set is None
+        samples = self._samples.of_reduce(samples)
+        if not is_plain or recorder.current is not None or self._samples.problem:
+            return False
+        try:
+            if not mode.repeat(communicator, values, samples):
+                return False
+        except (InputError, MismatchError, NonFiniteError) as error:
+            communicator.queue.record_error(error)
+            raise
+        self._samples.of_step(None)
+        return True
+
     def _communicator(self) -> Communicator:
         """Return the communicator of this optimizer's ranks."""
         own = self.process_set

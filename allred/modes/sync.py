@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from allred import arena, arrays, checkpoint, log, nest, world
+from allred import arena, arrays, checkpoint, log, native, nest, world
 from allred.comm import functions, node_memory
 from allred.comm.communicator import Communicator
 from allred.comm.ops import Compression, ReduceOp
@@ -54,13 +54,24 @@ def reduce_gradients(
     Raises InputError, MismatchError, DriftError or NonFiniteError, with the same text on all ranks. If some gradients
     are not finite, the others may have been overwritten already.
     """
-    arena_attach()
-    steady = None if overlapped else reducer.steady
-    if steady is None or not steady.reduce(communicator, checks, given, settings, reducer.more_flags):
+    passes = None if overlapped else _reduce_steady(communicator, reducer, checks, given, settings)
+    if passes is None:
         return _negotiate_and_reduce(communicator, reducer, checks, given, title, settings, overlapped)
-    reducer.samples, reducer.weight, reducer.overlapped = steady.samples, steady.weight, False
-    passes = checks.passes_steady(steady.plan, given.values, communicator.nonfinite)
     return given.values if passes else None
+
+
+def _reduce_steady(
+    communicator: Communicator, reducer: Reducer, checks: MistakeChecks, given: StepInput, settings: str
+) -> bool | None:
+    """Reduce the gradients in place if this step is like the last one on all ranks (`SteadyStep`). Return whether they
+    are used; None if it is not: then all ranks negotiate. Collective."""
+    arena_attach()
+    steady = reducer.steady
+    if steady is None or not steady.reduce(communicator, checks, given, settings, reducer.more_flags):
+        reducer.steady = None
+        return None
+    reducer.samples, reducer.weight, reducer.overlapped = steady.samples, steady.weight, False
+    return checks.passes_steady(steady.plan, given.values, communicator.nonfinite)
 
 
 def _negotiate_and_reduce(
@@ -148,6 +159,7 @@ class SyncMode(Mode):
         self._overlap: Overlap | None = None  # after the first opt.reduce() of any rank
         self._timer, self._not_in_place = StepTimer(), NotInPlace(options.compression)
         self._sharded = new_sharded_update(functions.current(), optimizer, self._title) if options.sharded else None
+        self._last: StepInput | None = None  # of the last `step`, without gradients, if it can be repeated
         self._replica = Replica(owner) if options.process_set is None else None
         self._updates = 0  # for an optimizer that does not count them; includes those before a restore
         self._counts = isinstance(optimizer, Optimizer)
@@ -174,10 +186,32 @@ class SyncMode(Mode):
             else:
                 with span("apply", self._options.name):
                     self._apply(given, mean)
-        self.was_skipped = mean is None
-        if clipper.scaler is not None and not (self.was_skipped and self.in_skipped_step):
-            clipper.scaler.update(self.was_skipped, self._title)
-        self._checks.end(updated=mean is not None)
+        if clipper.scaler is not None and not (mean is None and self.in_skipped_step):
+            clipper.scaler.update(mean is None, self._title)
+        self._end(given, mean is not None)
+        repeats = given.plain and self._sharded is None
+        self._last = given._replace(grads=None, values=[]) if repeats else None  # frees the gradients
+
+    def repeat(self, communicator: Communicator, values: list[Any], samples: int | None) -> bool:
+        """As `step`, of an optimizer that makes its update later, if the step is like the last one on all ranks except
+        for the arrays of the gradients. Return False if it is not, with nothing changed. Collective."""
+        last = self._last
+        if last is None or self._overlap is not None or not native.match(last.tensors, last.leaves, values):
+            return False
+        given = StepInput(communicator, last.params, None, last.tensors, last.leaves, values, samples, "", True)
+        self._checks.in_skipped_step = self.in_skipped_step
+        self._begin(communicator)
+        used = _reduce_steady(communicator, self._reducer, self._checks, given, "")
+        self._timer.reduced_at = time.perf_counter()
+        if used is not None:
+            self._end(given, used)
+        return used is not None
+
+    def _end(self, given: StepInput, used: bool) -> None:
+        """End a step. used: whether the gradients are used."""
+        communicator, timer = given.communicator, self._timer
+        self.was_skipped = not used
+        self._checks.end(used)
         if (replica := self._replica) is not None:
             if given.tensors is not replica.tensors or communicator is not replica.communicator:
                 replica.begin_steps(communicator, given.tensors)

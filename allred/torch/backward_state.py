@@ -82,7 +82,7 @@ class ReductionAgreement:
 
     def check(self, flags: list[int], ranks: Sequence[int]) -> None:
         """Raises InputError if the ranks reduce gradients of different steps."""
-        numbers = [flag % _NUMBERS for flag in flags]
+        numbers = [] if len(set(flags)) == 1 else [flag % _NUMBERS for flag in flags]
         if len(set(numbers)) > 1:
             texts = [f"reduction number {number} (modulo {_NUMBERS}) since the last update" for number in numbers]
             raise InputError(
@@ -91,7 +91,7 @@ class ReductionAgreement:
                 "continue after this error, call optimizer.allred.broadcast() and optimizer.zero_grad() on all ranks, "
                 "because some ranks may have made one update more"
             )
-        self.differs = self.differs or len({flag // _NUMBERS for flag in flags}) > 1
+        self.differs = self.differs or bool(numbers)  # in `in_step` or `has_local`
         self._number += 1
         self.has_local = False
 

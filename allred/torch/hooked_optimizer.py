@@ -171,11 +171,12 @@ class HookedOptimizer(ModuleCheckpoints):
 
     @uncompiled
     def _begin_graph_task(self) -> None:
-        if context.is_active():
+        if self._is_in_mode_ps():
             if self._gradients_of_step > 1:
                 call_after_backward(self)
         elif call_after_backward(self):
-            self._end_failed_pass()
+            if self._backward.has_failed:
+                self._end_failed_pass()
             self._backward.overlaps = self._may_overlap()
 
     def _may_overlap(self) -> bool:
@@ -213,8 +214,6 @@ class HookedOptimizer(ModuleCheckpoints):
     def _end_failed_pass(self) -> None:
         """End the step of a backward pass that an exception has ended. If gradients were sent, all ranks end this step
         with an error, which is raised on ranks whose backward pass has not failed."""
-        if not self._backward.has_failed:
-            return
         failed, self._backward = self._backward, BackwardPass()
         self._adapter.release_gradients()
         if failed.names:
@@ -286,9 +285,8 @@ class HookedOptimizer(ModuleCheckpoints):
             self._backward = BackwardPass()
         mode.in_skipped_step = following.is_skipped
         repeats = not (self._marks or backward.problem or self._agreed_layout is None or self._has_overlap())
-        if repeats and (again := adapter.repeated_input()) is not None:
-            self._step(*again, samples)
-        else:
+        values = adapter.repeated_gradients() if repeats else None
+        if values is None or not self._repeat_step(mode, values, samples):
             self._reduce_input(backward.problem, samples, mode)
         following.is_reduced, following.is_skipped = True, mode.was_skipped
         if self._marks and not mode.was_skipped:
@@ -327,6 +325,9 @@ class HookedOptimizer(ModuleCheckpoints):
     def new_reducer(self) -> Reducer:
         return Reducer(self._options, self._options.title, self.reduction_agreement)
 
+    def _is_in_mode_ps(self) -> bool:
+        return not isinstance(self._chosen, SyncMode) and context.is_active()
+
     def _sync_mode(self) -> SyncMode:
         mode = self._get_mode()
         assert isinstance(mode, SyncMode)
@@ -336,9 +337,10 @@ class HookedOptimizer(ModuleCheckpoints):
 
     def step_torch_optimizer(self, closure: Callable[[], Any] | None = None) -> Any:
         """Internal: the method `step` of the torch optimizer."""
-        if context.is_active():
+        if self._is_in_mode_ps():
             return self._push(closure)
-        self._end_failed_pass()
+        if self._backward.has_failed:
+            self._end_failed_pass()
         if closure is not None and self._adapter.calls_closure:
             return self._update(lambda: self._mean_loss(closure))
         loss = None
@@ -349,7 +351,8 @@ class HookedOptimizer(ModuleCheckpoints):
         if self._next.is_skipped:
             self._end_step()
             return loss
-        self._compare()
+        if self.reduction_agreement.differs:
+            self._compare()
         self._clip()
         self._update()
         return loss
@@ -366,9 +369,8 @@ class HookedOptimizer(ModuleCheckpoints):
 
     def _compare(self) -> None:
         """Compare the gradients between the ranks, if they were not reduced in the same way on all."""
-        if self.reduction_agreement.differs:
-            with self._reset_step_on_error():
-                self.reduction_agreement.compare(self._communicator(), self._adapter.reduced_gradients)
+        with self._reset_step_on_error():
+            self.reduction_agreement.compare(self._communicator(), self._adapter.reduced_gradients)
 
     def _end_step(self) -> None:
         self._next = NextStep()
@@ -400,7 +402,8 @@ class HookedOptimizer(ModuleCheckpoints):
         loss = closure()
         self.reduce_in_step()
         samples = self._sync_mode().samples
-        self._compare()
+        if self.reduction_agreement.differs:
+            self._compare()
         self._clip()
         if loss is None:
             return None

@@ -97,7 +97,7 @@ class _PlainInput(NamedTuple):
             return None
         return cls(named, views, list(map(_shape_of, views.values())), _addresses(parameters))
 
-    def gradients(self, parameters: list[torch.Tensor]) -> dict[str, Any] | None:
+    def gradients(self, parameters: list[torch.Tensor]) -> list[Any] | None:
         """Return views of the gradients; None if a parameter has other memory, or a gradient needs a conversion."""
         grads = list(map(_grad_of, parameters))
         if _addresses(parameters) != self.addresses or set(map(type, grads)) != {torch.Tensor}:
@@ -107,7 +107,7 @@ class _PlainInput(NamedTuple):
         except (RuntimeError, TypeError):  # as in `_gradient_view`
             return None
         same = list(map(_shape_of, views)) == self.shapes  # torch gives a gradient the shape of its parameter
-        return dict(zip(self.views, views, strict=True)) if same else None
+        return views if same else None
 
 
 def _addresses(parameters: list[torch.Tensor]) -> list[int]:
@@ -245,14 +245,11 @@ class OptimizerAdapter(Optimizer):
         self._plain = _PlainInput.of(self.named_parameters(), params) if not self.sparse.names else None
         return params, grads
 
-    def repeated_input(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """As `step_input`, in a third of the time, if all parameters are those of its last call, with plain gradients;
-        None otherwise."""
+    def repeated_gradients(self) -> list[Any] | None:
+        """Return arrays over the gradients, if the parameters are those of the last `step_input`, in the same memory,
+        and numpy can view all gradients; None otherwise."""
         named, plain = self.named_parameters(), self._plain
-        if plain is None or plain.named is not named or (grads := plain.gradients(self._parameters)) is None:
-            return None
-        self._given = grads
-        return plain.views, grads
+        return None if plain is None or plain.named is not named else plain.gradients(self._parameters)
 
     def unscale_gradients(self) -> bool:
         """Divide the gradients by the scale of torch's GradScaler, which leaves this to the update of fused optimizers.

@@ -17,7 +17,7 @@ from torch import nn
 import allred
 import allred.torch as hvd
 from __main__ import RANK, SIZE, equal_on_all, raised
-from allred.errors import DriftError, InputError, MismatchError
+from allred.errors import DriftError, InputError, MismatchError, NonFiniteError
 
 
 def parameter(*shape):
@@ -46,6 +46,62 @@ def steps(opt, each, count=3):
         opt.step()
     torch.testing.assert_close(each.detach(), before - count * rank_mean(lambda rank: rank + 1.0))
     equal_on_all(nn.ParameterList([each]))
+
+
+# Steps that are alike, and one that differs.
+
+
+def assign(make):
+    def change(each):
+        each.data = make(each.data)
+
+    return change
+
+
+@case_with_overlap
+def memory_that_changes_after_equal_steps():
+    for make in (torch.clone, lambda data: data[:2], lambda data: data[1:], torch.t, torch.Tensor.double):
+        each, other = parameter(4, 4), parameter()
+        opt = sgd(each, other)
+        steps(opt, each, 6)
+        for _ in range(2):
+            assign(make)(each)
+            steps(opt, each, 6)
+
+
+@case_with_overlap
+def gradients_that_differ_after_equal_steps():
+    each = parameter(4, 4)
+    opt = sgd(each)
+    steps(opt, each, 6)
+    opt.zero_grad()
+    before = each.detach().clone()
+    assert "not finite" in raised(NonFiniteError, lambda: backward_of(each, float("nan") if RANK == SIZE - 1 else 1.0))
+    assert torch.equal(each, before)
+    steps(opt, each, 6)
+    before, values = each.detach().clone(), torch.arange(16.0).reshape(4, 4)
+    each.grad = values.t() * (RANK + 1)  # of other strides, and not reduced by a backward pass
+    opt.step()
+    torch.testing.assert_close(each.detach(), before - values.t() * rank_mean(lambda rank: rank + 1.0))
+    steps(opt, each, 6)
+    before = each.detach().clone()
+    for _ in range(6):
+        opt.zero_grad()
+        opt.allred.samples = RANK + 1
+        backward_of(each, RANK + 1.0)
+        opt.step()
+    weighted = sum((rank + 1) ** 2 for rank in range(SIZE)) / sum(range(1, SIZE + 1))
+    torch.testing.assert_close(each.detach(), before - 6 * weighted)
+    steps(opt, each, 6)
+
+
+@case
+def drift_after_equal_steps():
+    each = parameter(4, 4)
+    opt = sgd(each)
+    steps(opt, each, 6)
+    each.data.add_(RANK)
+    assert "differs" in raised(DriftError, lambda: steps(opt, each))
 
 
 # Ranks that do not reduce in the same way.
