@@ -25,7 +25,7 @@ _NAMES_BY_MODULE = {
         "broadcast_object grouped_allreduce grouped_allreduce_ grouped_allreduce_async grouped_allreduce_async_ "
         "join patience poll recv recv_async reducescatter reducescatter_async send send_async synchronize"
     ),
-    "allred.comm.gathered_functions": "SampleStatistics allreduce_by argmax argmin cumsum statistics",
+    "allred.comm.gathered_functions": "SampleStatistics allreduce_with argmax argmin cumsum statistics",
     "allred.comm.ops": "Average Compression Max Min Product ReduceOp Sum",
     "allred.comm.process_set": "ProcessSet",
     "allred.comm.root_functions": "gather reduce scatter",

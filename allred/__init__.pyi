@@ -58,7 +58,7 @@ from allred.comm.functions import (
     send_async,
     synchronize,
 )
-from allred.comm.gathered_functions import SampleStatistics, allreduce_by, argmax, argmin, cumsum, statistics
+from allred.comm.gathered_functions import SampleStatistics, allreduce_with, argmax, argmin, cumsum, statistics
 from allred.comm.ops import Average, Compression, Max, Min, Product, ReduceOp, Sum
 from allred.comm.process_set import ProcessSet
 from allred.comm.root_functions import gather, reduce, scatter
@@ -97,7 +97,7 @@ __all__ = [
     "MismatchError", "NonFiniteError", "NotInitializedError", "ProcessSet", "Product", "ReduceOp", "RemoteRankError",
     "SampleStatistics", "Server", "Session", "SharedCounter", "ShutdownError", "Sum", "Towers", "Work", "allgather",
     "allgather_async", "allgather_object", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_",
-    "allreduce_by", "alltoall", "alltoall_async", "argmax", "argmin", "barrier", "barrier_async", "broadcast",
+    "allreduce_with", "alltoall", "alltoall_async", "argmax", "argmin", "barrier", "barrier_async", "broadcast",
     "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_object", "connect", "cross_rank", "cross_size",
     "cumsum", "data", "device", "digest", "distributed", "empty", "empty_like", "gather", "grouped_allreduce",
     "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_", "init", "is_chief", "is_initialized",

@@ -36,7 +36,7 @@ def dtype_code(dtype: np.dtype[Any]) -> int:
     """Code of a dtype in headers. Raises InputError for an unsupported dtype."""
     code = _CODES.get(name_of(dtype))
     if code is None:
-        raise InputError(f"dtype {dtype} is not supported here; use one of {', '.join(DTYPES)}")
+        raise InputError(f"dtype {dtype} cannot be reduced; use one of {', '.join(DTYPES)}")
     if not dtype.isnative:
         raise InputError(
             f"dtype {dtype.str} is byte-swapped; convert it with array.astype(array.dtype.newbyteorder('='))"
@@ -53,7 +53,7 @@ def copied_code(dtype: np.dtype[Any]) -> int:
     if name_of(dtype) in _CODES:
         return dtype_code(dtype)
     if dtype.hasobject or not dtype.itemsize:
-        raise InputError(f"dtype {dtype} has no bytes to send; use broadcast_object or allgather_object")
+        raise InputError(f"dtype {dtype} holds Python objects or no bytes; use broadcast_object or allgather_object")
     return OTHER_DTYPE
 
 

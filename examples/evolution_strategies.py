@@ -1,4 +1,4 @@
-"""An evolution strategy: each rank tries other perturbations.
+"""An evolution strategy: each rank evaluates its own perturbations.
 
     mpirun -np 2 python examples/evolution_strategies.py
 
@@ -21,10 +21,10 @@ for generation in range(150):
     seeds = [[generation, i] for i in mine]
     noise = [np.random.default_rng(seed).normal(size=50) for seed in seeds]
     scores = [-np.square(params + SIGMA * n - target).sum() for n in noise]
-    over_all = allred.statistics(scores)
-    weights = (np.array(scores) - over_all.mean) / over_all.std
+    stats = allred.statistics(scores)
+    weights = (np.array(scores) - stats.mean) / stats.std
     gradient = allred.allreduce(weights @ noise, allred.Sum)
-    gradient /= -POPULATION * SIGMA  # of the loss, the same on all ranks
+    gradient /= -POPULATION * SIGMA  # of minus the score
     opt.step([params], [gradient])
 if allred.rank() == 0:
     print(f"distance to the optimum: {np.linalg.norm(params - target):.1f}")

@@ -1,4 +1,4 @@
-"""A sweep: groups of ranks train with other learning rates.
+"""A sweep: each group of ranks trains with learning rates of its own.
 
     mpirun -np 4 python examples/sweep.py
 

@@ -1,17 +1,17 @@
 """Progress of the program's own MPI operations while a rank waits in allred.
 
-MPI sends a large message, serves a one-sided operation and completes a nonblocking collective only during MPI calls of
-the ranks that take part. A rank that waits for shared memory or a socket makes no such call, so each wait of allred
-calls `advance` again and again.
+MPI makes progress with large (rendezvous) messages, one-sided operations and nonblocking collectives only during MPI
+calls of the ranks that take part. A rank that waits for shared memory or a socket makes no such call, so the loop of
+each longer wait of allred calls `advance`.
 """
 
 import sys
 
-_TAG = 0x7A11  # of no message: a probe that finds one makes no progress
+_TAG = 0x7A11  # that no message has: a probe that finds a message returns without progress
 
 
 def advance() -> None:
-    """Let MPI make progress, if this process has started it and this thread may call it. Takes about a microsecond."""
+    """Let MPI make progress, if it is initialized and this thread may call it. Takes about a microsecond."""
     MPI = sys.modules.get("mpi4py.MPI")  # noqa: N806  (mpi4py's spelling)
     if MPI is None or not MPI.Is_initialized() or MPI.Is_finalized():
         return

@@ -287,11 +287,12 @@ def barrier_async(process_set: ProcessSet | None = None) -> Work[None]:
 
 
 def send(value: Any, dest: int, tag: int = 0, process_set: ProcessSet | None = None) -> None:
-    """Send an array to rank `dest`, which receives it with `recv`. Returns once it has begun to receive the last MiB.
+    """Send an array to rank `dest`, which receives it with `recv`. Returns when the receiver has begun to receive the
+    last MiB; `value` may then be overwritten.
 
     Not collective: messages are independent of collectives and their order; those with equal sender, receiver and tag
     arrive in order. Needs MPI and several ranks. Raises MismatchError or InputError on both ranks if they differ in
-    dtype or shape, or if the array of one cannot be used.
+    dtype or shape, or if the array of one of them cannot be used.
 
     Example: on 2 ranks, `allred.send(x, 1) if allred.rank() == 0 else allred.recv(x, 0)` copies x to rank 1.
     """

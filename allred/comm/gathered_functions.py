@@ -27,7 +27,8 @@ from allred.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class SampleStatistics:
-    """The result of `statistics`. count: samples of all ranks. The others: float64, of the shape of one sample."""
+    """The result of `statistics`. `count` is the number of samples of all ranks; the other fields are float64, with the
+    shape of one sample."""
 
     count: int
     mean: Array
@@ -38,7 +39,7 @@ class SampleStatistics:
 
 def argmax(value: Any, name: str = "", process_set: ProcessSet | None = None) -> tuple[Array, Array]:
     """Return the largest value of all ranks, and the rank that has it, for each element: (new array, int64 array of the
-    same shape). Of equal values the lowest rank counts. A NaN counts as the largest, as in numpy.
+    same shape). Of ranks with equal values it is the lowest. A NaN counts as the largest, as in numpy.
 
     Example: on 2 ranks, `allred.argmax([allred.rank(), 5])` returns `([1, 5], [1, 0])`.
     """
@@ -56,7 +57,7 @@ def _extreme(
     communicator = current(process_set)
 
     def steps() -> Steps[tuple[Array, Array]]:
-        source = _numbers(value, ReduceOp.MAX, kind)
+        source = _numbers(value, ReduceOp.MAX, "the order")
         everything, ranks = yield from _gathered(communicator, kind, source, name)
         index = np.asarray(choose(everything, axis=0))
         return np.take_along_axis(everything, index[None], axis=0)[0], np.asarray(ranks, np.int64)[index]
@@ -64,7 +65,7 @@ def _extreme(
     return communicator.start(kind, name, steps()).wait()
 
 
-def allreduce_by(
+def allreduce_with(
     value: Any, function: Callable[[Array, Array], Any], name: str = "", process_set: ProcessSet | None = None
 ) -> Array:
     """Reduce `value` over all ranks with a Python function of two arrays, which returns an array of their shape and
@@ -73,7 +74,7 @@ def allreduce_by(
     Raises InputError on all ranks if the function returns another shape or dtype. An exception of the function is
     raised on each rank where it occurs, and allred can be used afterwards.
 
-    Example: on 2 ranks, `allred.allreduce_by([3.0, 4.0], np.hypot)` returns `[4.24, 5.66]`.
+    Example: on 2 ranks, `allred.allreduce_with([3.0, 4.0], np.hypot)` returns `[4.24, 5.66]`.
     """
     communicator = current(process_set)
 
@@ -82,30 +83,30 @@ def allreduce_by(
         if not callable(function):
             raise InputError(f"function={function!r} is not a function of two arrays")
         how = getattr(function, "__name__", type(function).__name__)
-        everything, _ = yield from _gathered(communicator, "allreduce_by", source, name, how)
+        everything, _ = yield from _gathered(communicator, "allreduce_with", source, name, how)
         try:
             made = np.asarray(functools.reduce(function, everything))
         except Exception as error:  # of any class: code of the user
             raise UserCodeError(error) from error
         if (made.shape, made.dtype) != (source.shape, source.dtype):
             got, expected = arrays.describe(made.shape, made.dtype), arrays.describe(source.shape, source.dtype)
-            raise InputError(f"allreduce_by: {how} returned {got}; expected {expected}, as its arguments")
+            raise InputError(f"allreduce_with: {how} returned {got}; expected {expected}, as its arguments")
         return made.copy() if np.shares_memory(made, everything) else made
 
-    return communicator.start("allreduce_by", name, steps()).wait()
+    return communicator.start("allreduce_with", name, steps()).wait()
 
 
 def cumsum(value: Any, exclusive: bool = False, name: str = "", process_set: ProcessSet | None = None) -> Array:
-    """Return the sum of the arrays of the ranks up to this one, a new array of the same shape and dtype. exclusive:
-    without this rank's own; zeros on the first rank. The first row of this rank's part of an array that is split by
-    rows is `cumsum(rows, exclusive=True)`.
+    """Return the prefix sum over the ranks (MPI_Scan), elementwise: the sum of the arrays of the ranks up to this one,
+    a new array of the same shape and dtype. exclusive: without this rank's own (MPI_Exscan), zeros on the first rank,
+    such as the global index of this rank's first row.
 
     Example: on 3 ranks, `allred.cumsum(2)` returns 2, 4 and 6; `allred.cumsum(2, exclusive=True)` 0, 2 and 4.
     """
     communicator = current(process_set)
 
     def steps() -> Steps[Array]:
-        source = _numbers(value, ReduceOp.SUM, "Sum")
+        source = _numbers(value, ReduceOp.SUM, "the sum")
         how = "exclusive" if exclusive else ""
         everything, ranks = yield from _gathered(communicator, "cumsum", source, name, how)
         before = list(everything[: list(ranks).index(communicator.number) + (not exclusive)])
@@ -124,8 +125,8 @@ def statistics(samples: Any, name: str = "", process_set: ProcessSet | None = No
     """Return count, mean, standard deviation, minimum and maximum over the samples of all ranks, for each element.
 
     samples: the samples of this rank along the first dimension: any number of them, also none. A number counts as one
-    sample. The standard deviation is that of a population, as numpy's: the root of the mean squared deviation, computed
-    in float64 from deviations of each rank's own mean. Without samples on any rank everything but the count is NaN.
+    sample. The standard deviation is that of the population (numpy's default, ddof=0). Means and squared deviations of
+    each rank are computed in float64 and combined. Without samples on any rank everything but the count is NaN.
 
     Example: on 2 ranks, `allred.statistics([allred.rank(), 3.0])` returns count 4, mean 1.75, std 1.299, min 0, max 3.
     """
@@ -169,11 +170,13 @@ def _combined(counts: list[int], table: Array) -> SampleStatistics:
 
 
 def _numbers(value: Any, op: ReduceOp, what: str) -> Array:
-    """Return an array that `op` could reduce. what: for the error, in place of the name of `op`."""
+    """Return an array that `op` could reduce. what: for the error."""
     source = arrays.as_host_array(value)
     arrays.dtype_code(source.dtype)  # raises
-    if problem := ops.refusal(op, source.dtype):
-        raise InputError(problem.replace(op.value, what, 1))
+    if ops.refusal(op, source.dtype):
+        raise InputError(
+            f"{what} of {source.dtype.name} is not defined; convert it, for example by abs(x), x.real or x.astype(int)"
+        )
     return source
 
 

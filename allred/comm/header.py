@@ -40,7 +40,7 @@ KINDS = (
     *("allreduce", "grouped_allreduce", "broadcast", "allgather", "reducescatter", "alltoall"),
     *("barrier", "parameters", "step", "shutdown", "allgather_object", "broadcast_object", "join"),
     "step_allreduce",  # a step whose header exchange and allreduce are one operation
-    *("reduce", "gather", "scatter", "argmax", "argmin", "cumsum", "statistics", "allreduce_by"),
+    *("reduce", "gather", "scatter", "argmax", "argmin", "cumsum", "statistics", "allreduce_with"),
 )
 _LAYOUT = struct.Struct("<QBBBBiQQQQQQ")
 _OWN = struct.Struct("<QQ")

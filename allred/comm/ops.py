@@ -62,7 +62,9 @@ def refusal(op: Any, dtype: np.dtype[Any]) -> str | None:
     if not isinstance(op, ReduceOp):
         if isinstance(op, np.ndarray):
             return "the second argument is op, not an array for the result: y = allred.allreduce(x) returns a new array"
-        more = "; for MPI.MAXLOC and MINLOC allred.argmax and argmin, for a function allred.allreduce_by" * callable(op)
+        more = "; for MPI.MAXLOC and MINLOC allred.argmax and argmin, for a function allred.allreduce_with" * callable(
+            op
+        )
         return f"op={op!r} is not a reduction; use allred.Average, Sum, Min, Max or Product{more}"
     if arrays.name_of(dtype) == "bool" and op in (ReduceOp.SUM, ReduceOp.AVERAGE):
         return f"{op.value} of bool is not defined; use allred.Max for 'any', allred.Min for 'all', or cast to int32"

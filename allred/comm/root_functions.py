@@ -1,6 +1,7 @@
 """The collectives with a root: reduce, gather, scatter. As in functions.py, every rank calls them in the same order.
 
-They are for results that one rank needs, such as a figure that it logs. The root is a rank by its number allred.rank().
+They are for results that one rank needs, such as a figure that it logs. The root is a rank as returned by
+allred.rank(), also with a process set.
 """
 
 from collections.abc import Sequence
@@ -80,7 +81,7 @@ def scatter(
     process_set: ProcessSet | None = None,
 ) -> Array:
     """Send splits[r] rows of the root's `value` to each rank r. Returns this rank's rows, a new array. Without `splits`
-    the number of rows must be a multiple of the number of ranks. The arguments of the other ranks are ignored.
+    the number of rows must be a multiple of the number of ranks. The `value` and `splits` of other ranks are ignored.
 
     Example: on 2 ranks, `allred.scatter([1, 2, 3] if allred.rank() == 0 else None, [1, 2])` returns `[1]` on rank 0 and
     `[2, 3]` on rank 1.

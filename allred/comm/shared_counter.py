@@ -1,7 +1,7 @@
-"""A number that all ranks count with: how many are done, or which item of work is next.
+"""An atomic counter that all ranks share: how many of them are done, or which item of work is next.
 
 The watcher of the chief's node keeps it (allred/watch/process.py), so a rank gets an answer whatever the others do:
-they need not call anything. A call takes some 100 us on one node, and a round trip to the chief's node from another.
+they need not call anything. A call takes about 100 us, and from another node a round trip to the chief's node.
 """
 
 from allred import world
@@ -10,7 +10,8 @@ from allred.validators import integer
 
 
 class SharedCounter:
-    """A whole number that starts at 0 in `allred.init()`, and that any rank changes at any time.
+    """An atomic counter that starts at 0 in `allred.init()`, and to which any rank adds at any time, like
+    MPI_Fetch_and_op.
 
         items = allred.SharedCounter("items")
         while (item := items.add(1)) < len(work):       # each item goes to one rank
@@ -23,7 +24,7 @@ class SharedCounter:
                 break
         done.add(1)
 
-    Not collective: no other rank has to take part. name: counters with one name are one.
+    Not collective: no other rank has to take part. name: the same name is the same counter on all ranks.
 
     Raises InputError for a name that is not a string, NotInitializedError before init().
     """
@@ -34,9 +35,9 @@ class SharedCounter:
         self.name = name
 
     def add(self, number: int) -> int:
-        """Add a whole number and return the value before: each rank gets another one.
+        """Add a whole number, and return the value before it: different values for concurrent calls of `add(1)`.
 
-        Raises InputError for another number, AllredError if the watcher process of this node has ended."""
+        Raises InputError if it is not an integer, AllredError if the watcher process of this node has ended."""
         who = f"SharedCounter({self.name!r})"
         number = integer(f"{who}.add()", number, -(2**63))
         here, watcher = world.current(), world.watcher()

@@ -31,9 +31,10 @@ from allred.ps.placement import How
 
 _ARGUMENT = "argument with the hash"
 _DIFFERENT_ARGUMENTS = (
-    "the ranks pass different parameters, but only gradients at the same parameters can be averaged. If an optimizer "
-    "calls this function, as scipy.optimize.minimize does, use gradients(..., values=True), so that it decides by the "
-    "same value on all ranks; ALLRED_CHECK_STEPS=0 switches this check off"
+    "the ranks pass different parameters, but only gradients at the same parameters can be averaged. Start from the "
+    "same parameters on all ranks (allred.broadcast); and if an optimizer such as scipy.optimize.minimize calls this "
+    "function, use gradients(..., values=True), so that it compares the same values on all ranks. "
+    "ALLRED_CHECK_STEPS=0 switches this check off"
 )
 _NOTHING = object()  # None may be passed by mistake
 
@@ -128,8 +129,8 @@ class _Distributed:
         True. Ranks are weighted by their samples in `allred.data.batches`. Use it on the function or wrap the
         optimizer, not both.
 
-        An optimizer that decides by the value of the function, as all of scipy.optimize do, needs `values=True`: else
-        each rank decides by its own value, and the ranks take different steps.
+        An optimizer that compares values of the function, as all of scipy.optimize do, needs `values=True`: else each
+        rank compares its own values, and the ranks take different steps.
 
             function = allred.distributed.gradients(loss_and_gradient, op=allred.Sum, values=True)
             scipy.optimize.minimize(function, x, jac=True)          # on every rank, with the same x
@@ -138,8 +139,8 @@ class _Distributed:
         name: default: the name of the function. values: whether the elements before the gradients, numbers or arrays,
         are reduced too, in the same exchange.
 
-        Raises TypeError if it is not a function. The call raises InputError in mode ps; and MismatchError if it gets
-        one array, of the shape of the gradient, that differs between the ranks.
+        Raises TypeError if `function` is not a function. The call raises InputError in mode ps; and MismatchError if
+        its only argument is an array like the gradient that differs between the ranks.
 
         Example: on 2 ranks, `allred.distributed.gradients(lambda: [float(allred.rank())])()` returns `[0.5]`.
         """

@@ -213,7 +213,7 @@ class WatcherClient:
             self.error()
             if self.has_error
             else AllredError(
-                f"the watcher processes have not answered for {limit_s:g} s to a SharedCounter, or have ended"
+                f"SharedCounter({name!r}): no answer from the watcher process in {limit_s:g} s, or it has ended"
             )
         )
 

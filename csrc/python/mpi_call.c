@@ -12,8 +12,8 @@
 
 enum { FRAMES = 64 };
 
-static struct sigaction next_handler;
-static int answers;
+static struct sigaction former_handler;
+static int answer_fd;
 
 /* Return the name after "MPI_" if a frame is a function of MPI's API, else NULL. */
 static const char *function_of_mpi(const void *frame) {
@@ -27,24 +27,25 @@ static void on_signal(int number, siginfo_t *info, void *context) {
   void *frames[FRAMES];
   const int count = backtrace(frames, FRAMES);
   const char *name = NULL;
-  for (int i = 0; i < count; i++) { /* from the inside: MPI may call its own functions */
+  for (int i = 0; i < count; i++) { /* the innermost first; the program has called the outermost */
     const char *found = function_of_mpi(frames[i]);
     name = found ? found : name;
   }
-  if (name && write(answers, "MPI ", 4) == 4 && write(answers, name, strlen(name)) > 0) (void)!write(answers, "\n", 1);
-  if (next_handler.sa_flags & SA_SIGINFO)
-    next_handler.sa_sigaction(number, info, context);
-  else if (next_handler.sa_handler != SIG_IGN && next_handler.sa_handler != SIG_DFL)
-    next_handler.sa_handler(number);
+  if (name && write(answer_fd, "MPI ", 4) == 4 && write(answer_fd, name, strlen(name)) > 0)
+    (void)!write(answer_fd, "\n", 1);
+  if (former_handler.sa_flags & SA_SIGINFO)
+    former_handler.sa_sigaction(number, info, context);
+  else if (former_handler.sa_handler != SIG_IGN && former_handler.sa_handler != SIG_DFL)
+    former_handler.sa_handler(number);
 }
 
 int allred_report_mpi_call(int number, int fd) {
   void *frame[1];
   struct sigaction action = {.sa_sigaction = on_signal};
   (void)backtrace(frame, 1); /* the first call loads a library, which no signal handler may do */
-  answers = fd;
-  if (sigaction(number, NULL, &next_handler)) return -1;
-  action.sa_flags = SA_SIGINFO | SA_NODEFER | (next_handler.sa_flags & (SA_ONSTACK | SA_RESTART));
+  answer_fd = fd;
+  if (sigaction(number, NULL, &former_handler)) return -1;
+  action.sa_flags = SA_SIGINFO | SA_NODEFER | (former_handler.sa_flags & (SA_ONSTACK | SA_RESTART));
   return sigaction(number, &action, NULL);
 }
 

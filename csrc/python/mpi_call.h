@@ -3,9 +3,9 @@
 #define ALLRED_MPI_CALL_H
 
 /*
- * Before the handler of signal `number` runs, write a line such as "MPI Send" to `fd` if the thread that receives it is
- * inside a function of MPI. Call it once the handler is set; setting another handler undoes it. Return 0, or -1 if it
- * cannot be done.
+ * From now on, when signal `number` arrives, first write a line such as "MPI Send" to `fd` if the thread that receives
+ * it is inside a function of MPI; then run the handler that is set now. Setting another handler undoes it. Return 0, or
+ * -1 if it cannot be done.
  */
 int allred_report_mpi_call(int number, int fd);
 

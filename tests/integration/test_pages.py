@@ -68,7 +68,7 @@ FROM_MPI4PY = [
     "found [(1+2j), (3-1j)]",
     "best learning rate: 0.1",
     "the loss has fallen: True",
-    "the serial gradient: True",
+    "as on one rank: True",
 ]
 
 

@@ -241,7 +241,7 @@ def test_elements_that_are_only_copied(comm, dtype):
         np.concatenate([of(r)[comm.rank : None if comm.rank == last else comm.rank + 1] for r in range(comm.size)]),
     )
     for reduce in (comm.allreduce, comm.reducescatter):
-        with pytest.raises(InputError, match=r": dtype .* is not supported here; use one of bool, uint8"):
+        with pytest.raises(InputError, match=r": dtype .* cannot be reduced; use one of bool, uint8"):
             reduce(mine[:3] if comm.rank == last else np.ones(3), allred.Sum).wait()
     if comm.size > 1:
         other = mine[:3] if comm.rank else np.zeros(3, "S9")
@@ -434,7 +434,7 @@ BAD = [
         "grouped_allreduce: arrays 0 and 1 of the group share memory",
     ),
     (lambda c: c.alltoall(np.zeros(4), [2**63] * c.size), "alltoall: .* must be .* whole numbers"),
-    (lambda c: c.allreduce(np.ones(3, "M8[s]")), r"allreduce: dtype datetime64\[s\] is not supported here"),
+    (lambda c: c.allreduce(np.ones(3, "M8[s]")), r"allreduce: dtype datetime64\[s\] cannot be reduced"),
     (lambda c: c.allreduce(np.ones(3, complex), allred.Max), "allreduce: Max of complex128 is not defined"),
     (lambda c: c.allreduce(None), "allreduce: expected an array or a number, got NoneType"),
     (lambda c: c.broadcast(np.ones(3), c.size), r"broadcast: root=\d is not a rank; expected 0 to"),
@@ -448,7 +448,7 @@ BAD = [
     (lambda c: c.grouped_allreduce({"w": np.ones(2)}), "grouped_allreduce: expected a list of arrays, got dict"),
     (
         lambda c: c.broadcast(np.array([{}], object)),
-        "broadcast: dtype object has no bytes to send; use broadcast_object",
+        "broadcast: dtype object holds Python objects or no bytes; use broadcast_object",
     ),
     (lambda c: c.allgather_object(lambda: 0), "allgather_object: a function cannot be pickled"),
     (lambda c: c.broadcast_object(lambda: 0, c.size - 1), "broadcast_object: a function cannot be pickled"),

@@ -101,7 +101,7 @@ def test_from_any_rank(comm):
         (np.zeros(3), np.zeros(4), r"float64 \(3,\) on rank 0; float64 \(4,\) on rank 1; both must have the same"),
         (np.zeros(3), np.zeros(3, int), r"float64 \(3,\) on rank 0; int64 \(3,\) on rank 1"),
         (np.zeros(3), [0, 0, 0], "rank 1: in place needs a numpy array, got list"),
-        (np.zeros(3, object), np.zeros(3), "rank 0: dtype object has no bytes to send"),
+        (np.zeros(3, object), np.zeros(3), "rank 0: dtype object holds Python objects or no bytes"),
         (NotAnArray(), np.zeros(3), f"rank 0: ValueError: x{'é' * 243}$"),  # the record holds 500 bytes
     ],
     ids=["shape", "dtype", "list", "object", "long"],

@@ -1,4 +1,4 @@
-"""reduce, gather, scatter, argmax, argmin, cumsum, statistics, allreduce_by and SharedCounter, on every backend."""
+"""reduce, gather, scatter, argmax, argmin, cumsum, statistics, allreduce_with and SharedCounter, on every backend."""
 
 import ml_dtypes
 import numpy as np
@@ -126,22 +126,22 @@ def test_a_function_of_two_arrays(rank, size):
     def last_and_sum(a, b):  # neither commutative nor symmetric
         return np.array([b[0], a[1] + b[1]])
 
-    assert allred.allreduce_by([rank, 1.0], last_and_sum).tolist() == [size - 1, size]
-    merged = allred.allreduce_by(np.array([1 << rank]), np.bitwise_or)
+    assert allred.allreduce_with([rank, 1.0], last_and_sum).tolist() == [size - 1, size]
+    merged = allred.allreduce_with(np.array([1 << rank]), np.bitwise_or)
     assert merged.tolist() == [2**size - 1]
     own = np.full(3, float(rank))
-    first = allred.allreduce_by(own, lambda a, b: a)
+    first = allred.allreduce_with(own, lambda a, b: a)
     assert first.tolist() == [0.0] * 3
     assert not np.shares_memory(first, own)
     if size > 1:
         with pytest.raises(ZeroDivisionError):
-            allred.allreduce_by(1.0, lambda a, b: 1 // 0)
+            allred.allreduce_with(1.0, lambda a, b: 1 // 0)
         with pytest.raises(
             InputError, match=r"<lambda> returned float64 \(2,\); expected float64 \(\), as its arguments"
         ):
-            allred.allreduce_by(1.0, lambda a, b: np.ones(2))
+            allred.allreduce_with(1.0, lambda a, b: np.ones(2))
     with pytest.raises(InputError, match="function=3 is not a function of two arrays"):
-        allred.allreduce_by(1.0, 3 if rank == size - 1 else np.add)
+        allred.allreduce_with(1.0, 3 if rank == size - 1 else np.add)
     assert allred.allreduce(1.0, allred.Sum) == size
 
 
