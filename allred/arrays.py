@@ -81,7 +81,7 @@ def is_complex(dtype: np.dtype[Any]) -> bool:
 
 def part_of(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the dtype of the two parts of a complex number; any other dtype itself."""
-    return np.dtype(f"f{dtype.itemsize // 2}") if is_complex(dtype) else dtype
+    return np.dtype(f"f{dtype.itemsize // 2}").newbyteorder(dtype.byteorder) if is_complex(dtype) else dtype
 
 
 def view_as_real(array: Array) -> Array:
@@ -99,7 +99,7 @@ def view_as_real(array: Array) -> Array:
 
 
 def view_as_complex(parts: Array) -> Array:
-    """Return contiguous floats (..., 2) as complex numbers, a view over the same memory; the inverse of `parts`."""
+    """Return contiguous floats (..., 2) as complex numbers, a view. The inverse of `view_as_real`."""
     return parts.view(np.result_type(parts.dtype, np.complex64))[..., 0]
 
 

@@ -15,5 +15,6 @@ def advance() -> None:
     MPI = sys.modules.get("mpi4py.MPI")  # noqa: N806  (mpi4py's spelling)
     if MPI is None or not MPI.Is_initialized() or MPI.Is_finalized():
         return
-    if MPI.Query_thread() == MPI.THREAD_MULTIPLE or MPI.Is_thread_main():
+    level = MPI.Query_thread()
+    if level == MPI.THREAD_MULTIPLE or (level < MPI.THREAD_SERIALIZED and MPI.Is_thread_main()):
         MPI.COMM_WORLD.Iprobe(MPI.ANY_SOURCE, _TAG)

@@ -16,12 +16,11 @@ from allred import arrays, native
 from allred.arrays import Array
 from allred.comm import ops
 from allred.comm.arguments import array_descriptor
-from allred.comm.communicator import Communicator
 from allred.comm.functions import current
 from allred.comm.header import own_fields
 from allred.comm.ops import ReduceOp
 from allred.comm.process_set import ProcessSet
-from allred.comm.work import Steps, UserCodeError
+from allred.comm.work import Steps
 from allred.errors import InputError
 
 
@@ -54,46 +53,36 @@ def argmin(value: Any, name: str = "", process_set: ProcessSet | None = None) ->
 def _extreme(
     kind: str, choose: Callable[..., Array], value: Any, name: str, process_set: ProcessSet | None
 ) -> tuple[Array, Array]:
-    communicator = current(process_set)
-
-    def steps() -> Steps[tuple[Array, Array]]:
-        source = _numbers(value, ReduceOp.MAX, "the order")
-        everything, ranks = yield from _gathered(communicator, kind, source, name)
-        index = np.asarray(choose(everything, axis=0))
-        return np.take_along_axis(everything, index[None], axis=0)[0], np.asarray(ranks, np.int64)[index]
-
-    return communicator.start(kind, name, steps()).wait()
+    everything, ranks = _gathered(kind, lambda: _numbers(value, ReduceOp.MAX, "the order"), name, process_set)
+    index = np.asarray(choose(everything, axis=0))
+    values = np.take_along_axis(everything, index[None], axis=0)[0]
+    return np.asarray(values), np.asarray(np.asarray(ranks, np.int64)[index])
 
 
 def allreduce_with(
     value: Any, function: Callable[[Array, Array], Any], name: str = "", process_set: ProcessSet | None = None
 ) -> Array:
     """Reduce `value` over all ranks with a Python function of two arrays, which returns an array of their shape and
-    dtype. It is applied in the order of the ranks: function(function(x0, x1), x2). Returns a new array.
+    dtype. It is applied on each rank in the order of the ranks: function(function(x0, x1), x2). Returns a new array.
 
-    Raises InputError on all ranks if the function returns another shape or dtype. An exception of the function is
-    raised on each rank where it occurs, and allred can be used afterwards.
+    Raises InputError if the function returns another shape or dtype. An exception of the function is raised as it is.
 
     Example: on 2 ranks, `allred.allreduce_with([3.0, 4.0], np.hypot)` returns `[4.24, 5.66]`.
     """
-    communicator = current(process_set)
+    how = getattr(function, "__name__", type(function).__name__)
 
-    def steps() -> Steps[Array]:
-        source = arrays.as_host_array(value)
+    def source() -> Array:
         if not callable(function):
             raise InputError(f"function={function!r} is not a function of two arrays")
-        how = getattr(function, "__name__", type(function).__name__)
-        everything, _ = yield from _gathered(communicator, "allreduce_with", source, name, how)
-        try:
-            made = np.asarray(functools.reduce(function, everything))
-        except Exception as error:  # of any class: code of the user
-            raise UserCodeError(error) from error
-        if (made.shape, made.dtype) != (source.shape, source.dtype):
-            got, expected = arrays.describe(made.shape, made.dtype), arrays.describe(source.shape, source.dtype)
-            raise InputError(f"allreduce_with: {how} returned {got}; expected {expected}, as its arguments")
-        return made.copy() if np.shares_memory(made, everything) else made
+        return arrays.as_host_array(value)
 
-    return communicator.start("allreduce_with", name, steps()).wait()
+    everything, _ = _gathered("allreduce_with", source, name, process_set, how)
+    each = [everything[index, ...] for index in range(len(everything))]
+    made = np.asarray(functools.reduce(function, each))
+    if (made.shape, made.dtype) != (each[0].shape, each[0].dtype):
+        got, expected = arrays.describe(made.shape, made.dtype), arrays.describe(each[0].shape, each[0].dtype)
+        raise InputError(f"allreduce_with: {how} returned {got}; expected {expected}, as its arguments")
+    return made.copy() if np.shares_memory(made, everything) else made
 
 
 def cumsum(value: Any, exclusive: bool = False, name: str = "", process_set: ProcessSet | None = None) -> Array:
@@ -103,22 +92,15 @@ def cumsum(value: Any, exclusive: bool = False, name: str = "", process_set: Pro
 
     Example: on 3 ranks, `allred.cumsum(2)` returns 2, 4 and 6; `allred.cumsum(2, exclusive=True)` 0, 2 and 4.
     """
-    communicator = current(process_set)
-
-    def steps() -> Steps[Array]:
-        source = _numbers(value, ReduceOp.SUM, "the sum")
-        how = "exclusive" if exclusive else ""
-        everything, ranks = yield from _gathered(communicator, "cumsum", source, name, how)
-        before = list(everything[: list(ranks).index(communicator.number) + (not exclusive)])
-        result = np.zeros_like(source, order="C")
-        if before:
-            buffers = [arrays.as_buffer(array) for array in before]
-            native.reduce(
-                buffers, arrays.as_buffer(result), arrays.dtype_code(source.dtype), ops.CODES[ReduceOp.SUM], 1
-            )
-        return result
-
-    return communicator.start("cumsum", name, steps()).wait()
+    how = "exclusive" if exclusive else ""
+    everything, ranks = _gathered("cumsum", lambda: _numbers(value, ReduceOp.SUM, "the sum"), name, process_set, how)
+    before = everything[: ranks.index(current(process_set).number) + (not exclusive)]
+    result = np.zeros(everything.shape[1:], everything.dtype)
+    if len(before):
+        buffers = [arrays.as_buffer(array) for array in before.reshape(len(before), -1)]
+        code = arrays.dtype_code(result.dtype)
+        native.reduce(buffers, arrays.as_buffer(result), code, ops.CODES[ReduceOp.SUM], 1)
+    return result
 
 
 def statistics(samples: Any, name: str = "", process_set: ProcessSet | None = None) -> SampleStatistics:
@@ -133,11 +115,11 @@ def statistics(samples: Any, name: str = "", process_set: ProcessSet | None = No
     communicator = current(process_set)
 
     def steps() -> Steps[SampleStatistics]:
-        source = np.atleast_1d(_numbers(samples, ReduceOp.MAX, "the order"))
+        source = np.atleast_1d(_numbers(samples, ReduceOp.MAX, "the order")).astype(np.float64)
         count, rest = len(source), source.shape[1:]
         descriptor = array_descriptor("statistics", source, name, shape=("any", *rest), rows=count)
         group, headers = yield from communicator.agree(descriptor)
-        mine = _own_statistics(source.astype(np.float64))
+        mine = _own_statistics(source)
         table = np.empty((group.size, *mine.shape))
         yield from group.backend.allgather(arrays.as_bytes(mine), arrays.as_bytes(table), [mine.nbytes] * group.size)
         return _combined([own_fields(record).rows for record in headers], table)
@@ -158,7 +140,9 @@ def _combined(counts: list[int], table: Array) -> SampleStatistics:
     count, mean, squares = 0, np.zeros(table.shape[2:]), np.zeros(table.shape[2:])
     with np.errstate(all="ignore"):
         for rows, (own_mean, own_squares, _, _) in zip(counts, table, strict=True):
-            if rows:  # T. Chan, G. Golub, R. LeVeque: Updating formulae and a pairwise algorithm, 1979
+            if rows and not count:
+                count, mean, squares = rows, own_mean, own_squares
+            elif rows:  # T. Chan, G. Golub, R. LeVeque: Updating formulae and a pairwise algorithm, 1979
                 count += rows
                 difference = own_mean - mean
                 mean = mean + difference * (rows / count)
@@ -166,7 +150,8 @@ def _combined(counts: list[int], table: Array) -> SampleStatistics:
     if not count:
         nothing = np.full(table.shape[2:], np.nan)
         return SampleStatistics(0, nothing, nothing.copy(), nothing.copy(), nothing.copy())
-    return SampleStatistics(count, mean, np.sqrt(squares / count), table[:, 2].min(axis=0), table[:, 3].max(axis=0))
+    std, low, high = np.sqrt(squares / count), table[:, 2].min(axis=0), table[:, 3].max(axis=0)
+    return SampleStatistics(count, *map(np.asarray, (mean, std, low, high)))
 
 
 def _numbers(value: Any, op: ReduceOp, what: str) -> Array:
@@ -181,13 +166,19 @@ def _numbers(value: Any, op: ReduceOp, what: str) -> Array:
 
 
 def _gathered(
-    communicator: Communicator, kind: str, source: Array, name: str, how: str = ""
-) -> Steps[tuple[Array, list[int]]]:
-    """Return the arrays of all ranks of one shape (ranks, ...), and the numbers of these ranks."""
-    descriptor = array_descriptor(kind, source, name, how=how)
-    group, _ = yield from communicator.agree(descriptor)
-    everything = np.empty((group.size, *source.shape), source.dtype)
-    yield from group.backend.allgather(
-        arrays.as_bytes(source), arrays.as_bytes(everything), [source.nbytes] * group.size
-    )
-    return everything, list(group.ranks)
+    kind: str, source: Callable[[], Array], name: str, process_set: ProcessSet | None, how: str = ""
+) -> tuple[Array, list[int]]:
+    """Return the arrays of all ranks, of one shape, as one array (ranks, ...), and the numbers of these ranks. source:
+    returns the array of this rank; if it raises InputError, all ranks do."""
+    communicator = current(process_set)
+
+    def steps() -> Steps[tuple[Array, list[int]]]:
+        mine = source()
+        group, _ = yield from communicator.agree(array_descriptor(kind, mine, name, how=how))
+        everything = np.empty((group.size, *mine.shape), mine.dtype)
+        yield from group.backend.allgather(
+            arrays.as_bytes(mine), arrays.as_bytes(everything), [mine.nbytes] * group.size
+        )
+        return everything, list(group.ranks)
+
+    return communicator.start(kind, name, steps()).wait()

@@ -61,11 +61,15 @@ def refusal(op: Any, dtype: np.dtype[Any]) -> str | None:
     """Return why `op` cannot reduce `dtype` and what to do instead; None if it can."""
     if not isinstance(op, ReduceOp):
         if isinstance(op, np.ndarray):
-            return "the second argument is op, not an array for the result: y = allred.allreduce(x) returns a new array"
-        more = "; for MPI.MAXLOC and MINLOC allred.argmax and argmin, for a function allred.allreduce_with" * callable(
-            op
-        )
-        return f"op={op!r} is not a reduction; use allred.Average, Sum, Min, Max or Product{more}"
+            return (
+                "the second argument is op, and not an array for the result: y = allred.allreduce(x) returns a new one"
+            )
+        if callable(op):
+            return (
+                f"op={op!r} is not a reduction; use allred.Average, Sum, Min, Max or Product, for MPI.MAXLOC and "
+                "MINLOC allred.argmax and argmin, for a function allred.allreduce_with"
+            )
+        return f"op={op!r} is not a reduction; use allred.Average, Sum, Min, Max or Product"
     if arrays.name_of(dtype) == "bool" and op in (ReduceOp.SUM, ReduceOp.AVERAGE):
         return f"{op.value} of bool is not defined; use allred.Max for 'any', allred.Min for 'all', or cast to int32"
     if op in (ReduceOp.MIN, ReduceOp.MAX) and arrays.is_complex(dtype):

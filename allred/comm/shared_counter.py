@@ -6,6 +6,7 @@ they need not call anything. A call takes about 100 us, and from another node a 
 
 from allred import world
 from allred.errors import AllredError, InputError
+from allred.runtime.timings import WORDS_CHARS
 from allred.validators import integer
 
 
@@ -30,8 +31,8 @@ class SharedCounter:
     """
 
     def __init__(self, name: str) -> None:
-        if not isinstance(name, str):
-            raise InputError(f"SharedCounter({name!r}): the name must be a string")
+        if not isinstance(name, str) or len(name) > WORDS_CHARS:
+            raise InputError(f"SharedCounter({name!r:.80}): the name must be text of at most {WORDS_CHARS} characters")
         self.name = name
 
     def add(self, number: int) -> int:

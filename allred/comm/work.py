@@ -330,13 +330,15 @@ class WorkQueue:
                 if (self.steps_taken, pending.progress_count) != taken:
                     taken, last_progress = (self.steps_taken, pending.progress_count), now
                 peers = pending.waits_for_peers
+                done = False
                 if now - last_progress > _AWAKE_S:
                     long_wait = long_wait or Wait(self.describe(), self.quiet, self.members, earlier=self.earlier)
                     long_wait.report(now - start, peers or getattr(pending, "needs_all_ranks", False))
                     time.sleep(min(_SLEEP_SHARE * (now - last_progress), _LONGEST_SLEEP_S))
                 else:
-                    pending.spin_wait()
-                mpi_progress.advance()
+                    done = pending.spin_wait()
+                if not done:
+                    mpi_progress.advance()
                 before, now = now, time.perf_counter()
                 if peers:
                     self.waited_for_peers_s += now - before

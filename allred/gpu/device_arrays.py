@@ -357,7 +357,7 @@ def compute(
     first = next(filter(is_device, operands), None)
     if first is None:
         if arrays.is_complex(wide):
-            parts = [arrays.view_as_real(each) if isinstance(each, np.ndarray) else each for each in operands]
+            parts = [arrays.view_as_real(np.asarray(each)) if np.iscomplexobj(each) else each for each in operands]
             into = None if out is None else arrays.view_as_real(out)
             found = function(*parts, out=into, dtype=arrays.part_of(wide), casting="same_kind")
             made = arrays.view_as_complex(found) if out is None else out

@@ -29,12 +29,13 @@ from allred.ps import context
 from allred.ps.consistency import Policy
 from allred.ps.placement import How
 
+_VALUES = (int, float, complex, np.generic, np.ndarray)
 _ARGUMENT = "argument with the hash"
 _DIFFERENT_ARGUMENTS = (
     "the ranks pass different parameters, but only gradients at the same parameters can be averaged. Start from the "
     "same parameters on all ranks (allred.broadcast); and if an optimizer such as scipy.optimize.minimize calls this "
-    "function, use gradients(..., values=True), so that it compares the same values on all ranks. "
-    "ALLRED_CHECK_STEPS=0 switches this check off"
+    "function, use gradients(..., values=True), so that it compares the same values on all ranks. (If the first "
+    "argument is not the parameters, pass it by keyword; ALLRED_CHECK_STEPS=0 switches this check off)"
 )
 _NOTHING = object()  # None may be passed by mistake
 
@@ -136,11 +137,11 @@ class _Distributed:
             scipy.optimize.minimize(function, x, jac=True)          # on every rank, with the same x
 
         Arguments: see `allred.distributed`. nonfinite: "raise" or "ignore"; there is no step that could be skipped.
-        name: default: the name of the function. values: whether the elements before the gradients, numbers or arrays,
-        are reduced too, in the same exchange.
+        name: default: the name of the function. values: whether the elements before the gradients are reduced too, in
+        the same exchange: numbers, or arrays, which are overwritten. Infinity is an error unless nonfinite="ignore".
 
         Raises TypeError if `function` is not a function. The call raises InputError in mode ps; and MismatchError if
-        its only argument is an array like the gradient that differs between the ranks.
+        its first argument is an array like the gradient that differs between the ranks.
 
         Example: on 2 ranks, `allred.distributed.gradients(lambda: [float(allred.rank())])()` returns `[0.5]`.
         """
@@ -176,7 +177,9 @@ def _wrap_function(function: Callable[..., Any], options: StepOptions, values: b
         given = {"value": others, "gradient": grads} if values else grads
         with functions.within(options.process_set):
             communicator = functions.current()
-            step, settings = _step_input(communicator, given), _argument(args, grads)
+            odd = next((other for other in others if not isinstance(other, _VALUES)), None) if values else None
+            problem = "" if odd is None else f"values=True takes numbers and arrays, got {type(odd).__name__}"
+            step, settings = _step_input(communicator, given, problem), _argument(args, grads)
             try:
                 mean = reduce_gradients(communicator, reducer, checks, step, title, settings)
             except MismatchError as error:
@@ -195,8 +198,8 @@ def _wrap_function(function: Callable[..., Any], options: StepOptions, values: b
 
 
 def _argument(args: tuple[Any, ...], grads: Any) -> str:
-    """Describe the one argument of a function if it is an array like its gradient, which all ranks must pass alike."""
-    if not (len(args) == 1 and type(args[0]) is type(grads) is np.ndarray and args[0].shape == grads.shape):
+    """Describe the first argument of a function if it is an array like its gradient: all ranks must pass the same."""
+    if not (args and type(args[0]) is type(grads) is np.ndarray and args[0].shape == grads.shape):
         return ""
     if not world.config().check_steps:
         return ""
@@ -210,15 +213,15 @@ def _as_before(before: Any, reduced: Any) -> Any:
     return reduced.item() if isinstance(before, (int, float, complex)) else reduced[()]
 
 
-def _step_input(communicator: Communicator, grads: Any) -> StepInput:
+def _step_input(communicator: Communicator, grads: Any, problem: str) -> StepInput:
     named: list[nest.Leaf] = []
-    problem, samples = "", None
+    samples = None
     try:
         named = nest.leaves(grads)
         tensors = [tensor_of(leaf_name, value) for leaf_name, value in named]
         samples = claim_samples()
     except InputError as error:
-        tensors, problem = [], str(error)
+        tensors, problem = [], problem or str(error)
     return StepInput(
         communicator, None, grads, tensors, [], [value for _, value in named], samples, problem, plain=False
     )

@@ -317,8 +317,8 @@ class Watcher:
         if needs_answer and self._chief is not None and self._heartbeats[self._chief].is_silent:
             self._lose_host(self._chief, time.monotonic())
         if event["event"] == "count" and self._chief is None:
-            before = self._counts.get(event["name"], 0)
-            self._counts[event["name"]] = before + event["number"]
+            before = self._counts.get(event["name"], 0) if self._settings.chief else None  # None: the chief's is lost
+            self._counts[event["name"]] = (before or 0) + event["number"]
             self._send([(event["rank"], {"kind": "counted", "request": event["request"], "before": before})])
         elif self._status is not None and event["event"] == "counters":
             self._status.take(event, time.monotonic())

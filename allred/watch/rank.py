@@ -65,7 +65,7 @@ class WatchedRank:
         self.connection.close()
 
     def _record(self, event: Event) -> None:
-        if event["event"] == "holds":
+        if event["event"] in ("holds", "count"):
             return
         if event["event"] == "waiting":
             self.waits_in, self.since = event["what"], time.monotonic() - event["since_s"]

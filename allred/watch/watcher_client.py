@@ -11,6 +11,7 @@ import faulthandler
 import fcntl
 import itertools
 import json
+import math
 import os
 import select
 import signal
@@ -71,7 +72,7 @@ class WatcherClient:
         self.busy = False  # with work that must not be interrupted: then nothing is raised
         self._raised = False
         self._again_s = 0.0  # seconds by which the watcher extends a wait that reached its limit
-        self._requests, self._counted = itertools.count(), dict[int, int]()  # of `count`
+        self._requests, self._counted = itertools.count(), dict[int, int | None]()  # of `count`
         self._held_at = -timings.RELEASE_S
         self.on_stop: Callable[[str], None] | None = None  # ends the session after the current step
         self.is_exiting = False  # the program ends: raise nothing in it
@@ -206,15 +207,15 @@ class WatcherClient:
         an answer in `limit_s` seconds."""
         request = next(self._requests)
         self.send("count", name=name, number=number, request=request)
-        self._await(limit_s, lambda: request in self._counted or self.has_error)
-        if request in self._counted and not self.pending():
-            return self._counted.pop(request)
-        raise (
-            self.error()
-            if self.has_error
-            else AllredError(
-                f"SharedCounter({name!r}): no answer from the watcher process in {limit_s:g} s, or it has ended"
-            )
+        self._await(limit_s, lambda: request in self._counted or self.has_error, timings.POLL_S)
+        before = self._counted.pop(request, None)
+        if before is not None and not self.pending():
+            return before
+        if self.has_error:
+            raise self.error()
+        raise AllredError(
+            f"SharedCounter({name!r}): no answer in {limit_s:g} s, or the watcher process of this node or of the "
+            "chief's node has ended"
         )
 
     def set_role(self, text: str) -> None:
@@ -300,13 +301,13 @@ class WatcherClient:
         """Wait for a verdict, at most LIMIT_VERDICT_S seconds."""
         self._await(timings.LIMIT_VERDICT_S, lambda: self.verdict is not None)
 
-    def _await(self, seconds: float, done: Any) -> None:
+    def _await(self, seconds: float, done: Any, period_s: float = math.inf) -> None:
         begin = time.monotonic()
         poll = select.poll()  # select() fails where the program has more than 1024 files open
         self.read()
         while not done() and self.is_alive() and (left := max(begin, self._held_at) + seconds - time.monotonic()) > 0:
             poll.register(self._socket, select.POLLIN)
-            poll.poll(1000 * min(left, timings.POLL_S))
+            poll.poll(1000 * min(left, period_s))
             self.read()
 
     def ending(self) -> None:

@@ -6,6 +6,7 @@
 #ifdef __GLIBC__
 
 #include <dlfcn.h>
+#include <errno.h>
 #include <execinfo.h>
 #include <signal.h>
 #include <unistd.h>
@@ -25,7 +26,7 @@ static const char *function_of_mpi(const void *frame) {
 
 static void on_signal(int number, siginfo_t *info, void *context) {
   void *frames[FRAMES];
-  const int count = backtrace(frames, FRAMES);
+  const int error = errno, count = backtrace(frames, FRAMES);
   const char *name = NULL;
   for (int i = 0; i < count; i++) { /* the innermost first; the program has called the outermost */
     const char *found = function_of_mpi(frames[i]);
@@ -33,6 +34,7 @@ static void on_signal(int number, siginfo_t *info, void *context) {
   }
   if (name && write(answer_fd, "MPI ", 4) == 4 && write(answer_fd, name, strlen(name)) > 0)
     (void)!write(answer_fd, "\n", 1);
+  errno = error;
   if (former_handler.sa_flags & SA_SIGINFO)
     former_handler.sa_sigaction(number, info, context);
   else if (former_handler.sa_handler != SIG_IGN && former_handler.sa_handler != SIG_DFL)
@@ -43,9 +45,12 @@ int allred_report_mpi_call(int number, int fd) {
   void *frame[1];
   struct sigaction action = {.sa_sigaction = on_signal};
   (void)backtrace(frame, 1); /* the first call loads a library, which no signal handler may do */
+  struct sigaction now;
   answer_fd = fd;
-  if (sigaction(number, NULL, &former_handler)) return -1;
-  action.sa_flags = SA_SIGINFO | SA_NODEFER | (former_handler.sa_flags & (SA_ONSTACK | SA_RESTART));
+  if (sigaction(number, NULL, &now)) return -1;
+  if (now.sa_sigaction == on_signal) return 0;
+  former_handler = now;
+  action.sa_flags = SA_SIGINFO | (former_handler.sa_flags & (SA_ONSTACK | SA_RESTART));
   return sigaction(number, &action, NULL);
 }
 

@@ -164,7 +164,7 @@ def test_operators_of_mpi4py(rank, size):
     for other in (MPI.MAXLOC, MPI.LAND, np.add):
         with pytest.raises(InputError, match=r"is not a reduction; .* for MPI.MAXLOC and MINLOC allred.argmax"):
             allred.allreduce(x, other)
-    with pytest.raises(InputError, match=r"the second argument is op, not an array for the result: y = "):
+    with pytest.raises(InputError, match=r"the second argument is op, and not an array for the result"):
         allred.allreduce(x, np.empty_like(x))
 
 
@@ -178,10 +178,10 @@ def test_mistakes_are_the_same_error_on_all_ranks(rank, size):
             lambda: allred.scatter(np.arange(size + 1), [1] * size),
             r"scatter: .*splits=.* that add up to 3 rows|scatter: .*add up to \d rows",
         ),
-        (lambda: allred.argmax(1j), "argmax of complex128 is not defined: complex numbers have no order"),
-        (lambda: allred.cumsum(True), "cumsum: Sum of bool is not defined"),
+        (lambda: allred.argmax(1j), "argmax: the order of complex128 is not defined"),
+        (lambda: allred.cumsum(True), "cumsum: the sum of bool is not defined"),
         (lambda: allred.statistics([1j]), "statistics: the order of complex128 is not defined"),
-        (lambda: allred.statistics(["a"]), "statistics: dtype <U1"),
+        (lambda: allred.statistics(["a"]), "statistics: dtype <U1 cannot be reduced"),
     ):
         with pytest.raises(InputError, match=words):
             call()
@@ -206,5 +206,5 @@ def test_counter(rank, size):
     for bad in (1.5, "1", None, 2**70 * -1):
         with pytest.raises(InputError, match=r"SharedCounter\('items.*'\).add\(\) must be an integer"):
             counter.add(bad)
-    with pytest.raises(InputError, match="the name must be a string"):
+    with pytest.raises(InputError, match="the name must be text of at most"):
         allred.SharedCounter(3)
