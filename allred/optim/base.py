@@ -72,7 +72,9 @@ def check_writable(who: str, what: str, value: Any) -> None:
 def check_gradient(who: str, name: str, param: Array, grad: Any) -> None:
     """Raise InputError unless `grad` can be the gradient of `param`."""
     number = isinstance(grad, (float, int, complex, np.inexact))
-    if np.iscomplexobj(grad) and param.dtype.kind != "c":
+    if (isinstance(grad, complex) or (not number and is_float_tensor(grad) and grad.dtype.kind == "c")) and (
+        param.dtype.kind != "c"
+    ):
         raise InputError(
             f"{who}: the gradient of {quoted(name)} is complex, but its parameter is {describe(param)}; pass its real "
             "part"
