@@ -35,6 +35,7 @@ _TELL, _AWAIT, _RELEASED, _STAY, _LINGER = range(5)  # as in csrc/python/exit.h
 
 _pid = 0  # of the rank's own process, not of its forks
 _mpi: Any = None  # mpi4py.MPI, after `take_over`
+_number = 0  # of this rank in MPI.COMM_WORLD
 _arm: Callable[..., bool] | None = None  # the C extension's, where that decides
 _stuck = False
 _grace_end = float("inf")
@@ -70,10 +71,10 @@ def take_over(MPI: Any, finalizes: bool, lifeline: int = -1) -> None:  # noqa: N
     finalizes: whether allred finalizes MPI. lifeline: the descriptor that reports the end of this process to the
     others, if no launcher started it; else -1 (csrc/python/exit.h).
     """
-    global _pid, _mpi, _arm, _pmi, _lifeline
+    global _pid, _mpi, _arm, _pmi, _lifeline, _number
     if _mpi is not None and _pid == os.getpid():
         return
-    _pid, _mpi, _pmi, _lifeline = os.getpid(), MPI, None, lifeline
+    _pid, _mpi, _pmi, _lifeline, _number = os.getpid(), MPI, None, lifeline, MPI.COMM_WORLD.Get_rank()
     atexit.unregister(_leave)
     if MPI.COMM_WORLD.Get_size() > 1 or runner_link.address():
         excepthook.watch(_end_soon)
@@ -216,7 +217,7 @@ def _printable(words: str) -> str:
 
 def _who() -> str:
     """Name this rank by its number in the world, and in MPI if that is another one."""
-    number = os.environ.get("PMI_RANK", "?") if _mpi is None else _mpi.COMM_WORLD.Get_rank()
+    number = os.environ.get("PMI_RANK", "?") if _mpi is None else _number
     here = world.current_or_none()
     rank = number if here is None or _mpi is None else here.topology.world_rank
     more = "" if rank == number else f" (rank {number} of MPI.COMM_WORLD)"
