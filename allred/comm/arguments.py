@@ -59,7 +59,7 @@ def result_of(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 def check_name(name: Any) -> None:
     if not isinstance(name, str):
-        raise InputError(f"name={name!r} must be a string")
+        raise InputError(f"name={name!r} must be a string, which is shown in messages; the result is a new array")
 
 
 def memory_conflicts(group: list[Any]) -> Iterable[tuple[int, int]]:

@@ -107,15 +107,15 @@ def statistics(samples: Any, name: str = "", process_set: ProcessSet | None = No
     """Return count, mean, standard deviation, minimum and maximum over the samples of all ranks, for each element.
 
     samples: the samples of this rank along the first dimension: any number of them, also none. A number counts as one
-    sample. The standard deviation is that of the population (numpy's default, ddof=0). Means and squared deviations of
-    each rank are computed in float64 and combined. Without samples on any rank everything but the count is NaN.
+    sample. Everything is computed in float64, so large integers are rounded. The standard deviation is that of the
+    population (numpy's default, ddof=0). Without samples on any rank everything but the count is NaN.
 
     Example: on 2 ranks, `allred.statistics([allred.rank(), 3.0])` returns count 4, mean 1.75, std 1.299, min 0, max 3.
     """
     communicator = current(process_set)
 
     def steps() -> Steps[SampleStatistics]:
-        source = np.atleast_1d(_numbers(samples, ReduceOp.MAX, "the order")).astype(np.float64)
+        source = np.atleast_1d(np.asarray(_numbers(samples, ReduceOp.MAX, "the order"), np.float64))
         count, rest = len(source), source.shape[1:]
         descriptor = array_descriptor("statistics", source, name, shape=("any", *rest), rows=count)
         group, headers = yield from communicator.agree(descriptor)
@@ -150,6 +150,9 @@ def _combined(counts: list[int], table: Array) -> SampleStatistics:
     if not count:
         nothing = np.full(table.shape[2:], np.nan)
         return SampleStatistics(0, nothing, nothing.copy(), nothing.copy(), nothing.copy())
+    with np.errstate(all="ignore"):  # differences of infinities are NaN, but not their sum
+        plain = sum(own[0] * (rows / count) for rows, own in zip(counts, table, strict=True) if rows)
+        mean = np.where(np.isnan(mean), plain, mean)
     std, low, high = np.sqrt(squares / count), table[:, 2].min(axis=0), table[:, 3].max(axis=0)
     return SampleStatistics(count, *map(np.asarray, (mean, std, low, high)))
 

@@ -43,6 +43,7 @@ KINDS = (
     *("reduce", "gather", "scatter", "argmax", "argmin", "cumsum", "statistics", "allreduce_with"),
 )
 _LAYOUT = struct.Struct("<QBBBBiQQQQQQ")
+_REFUSED_CHARS = 40
 _OWN = struct.Struct("<QQ")
 
 
@@ -236,8 +237,8 @@ def _swapped(calls: list[OpDescriptor], ranks: Sequence[int]) -> str:
 def quoted(name: Any) -> str:
     """Return a tensor's name as shown in titles: quoted, after a space; "" without a name. Characters that cannot be
     printed, such as line ends, are escaped."""
-    text = str(name)
-    return f" '{text if text.isprintable() else repr(text)[1:-1]}'" if name else ""
+    text = name if isinstance(name, str) else repr(name)[:_REFUSED_CHARS]  # of a name that will be refused
+    return f" '{text if text.isprintable() else repr(text)[1:-1]}'" if text else ""
 
 
 def by_rank(texts: list[str], ranks: Sequence[int] | None = None) -> str:

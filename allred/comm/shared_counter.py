@@ -4,10 +4,11 @@ The watcher of the chief's node keeps it (allred/watch/process.py), so a rank ge
 they need not call anything. A call takes about 100 us, and from another node a round trip to the chief's node.
 """
 
+import operator
+
 from allred import world
 from allred.errors import AllredError, InputError
 from allred.runtime.timings import WORDS_CHARS
-from allred.validators import integer
 
 
 class SharedCounter:
@@ -27,7 +28,7 @@ class SharedCounter:
 
     Not collective: no other rank has to take part. name: the same name is the same counter on all ranks.
 
-    Raises InputError for a name that is not a string, NotInitializedError before init().
+    Raises InputError for a name that is not a string. `add` and `value` raise NotInitializedError before init().
     """
 
     def __init__(self, name: str) -> None:
@@ -40,7 +41,10 @@ class SharedCounter:
 
         Raises InputError if it is not an integer, AllredError if the watcher process of this node has ended."""
         who = f"SharedCounter({self.name!r})"
-        number = integer(f"{who}.add()", number, -(2**63))
+        try:
+            number = operator.index(number)
+        except TypeError:
+            raise InputError(f"{who}.add({number!r}): expected a whole number") from None
         here, watcher = world.current(), world.watcher()
         if watcher is not None and watcher.is_alive():
             return watcher.count(self.name, number, here.config.timeout_s)

@@ -142,7 +142,8 @@ def test_a_signal_to_one_rank_ends_the_loop_on_all(mpi, tmp_path):
 def test_a_signal_to_mpich_s_mpirun_ends_the_loop(mode, fault, tmp_path):
     """It passes it on to all ranks, servers included."""
     result = run(tmp_path, 2 + (mode == "ps"), mode=mode, fault=fault, count=10**6, sleep_s=0.01)
-    assert len(steps_in(tmp_path)) == 1, result.text
+    later = mode == "ps"  # the last worker writes one more if it has made updates after the chief's
+    assert len(steps_in(tmp_path)) in (1, 1 + later), result.text
     assert not any(outcome["failed"] for outcome in result.outcome.values()), result.text
     assert result.outcome.keys() >= {0, 1}, result.text
 
