@@ -237,6 +237,8 @@ def _swapped(calls: list[OpDescriptor], ranks: Sequence[int]) -> str:
 def quoted(name: Any) -> str:
     """Return a tensor's name as shown in titles: quoted, after a space; "" without a name. Characters that cannot be
     printed, such as line ends, are escaped."""
+    if name is None:
+        return ""
     text = name if isinstance(name, str) else repr(name)[:_REFUSED_CHARS]  # of a name that will be refused
     return f" '{text if text.isprintable() else repr(text)[1:-1]}'" if text else ""
 
