@@ -239,7 +239,7 @@ def quoted(name: Any) -> str:
     printed, such as line ends, are escaped."""
     if name is None:
         return ""
-    text = name if isinstance(name, str) else repr(name)[:_REFUSED_CHARS]  # of a name that will be refused
+    text = name if isinstance(name, str) else str(name)[:_REFUSED_CHARS]  # of a name that will be refused
     return f" '{text if text.isprintable() else repr(text)[1:-1]}'" if text else ""
 
 
