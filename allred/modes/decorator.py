@@ -141,7 +141,7 @@ class _Distributed:
         the same exchange: numbers, or arrays, which are overwritten. Infinity is an error unless nonfinite="ignore".
 
         Raises TypeError if `function` is not a function. The call raises InputError in mode ps; and MismatchError if
-        its first argument is an array like the gradient that differs between the ranks.
+        the function returns a value too and its first argument, an array like the gradient, differs between the ranks.
 
         Example: on 2 ranks, `allred.distributed.gradients(lambda: [float(allred.rank())])()` returns `[0.5]`.
         """
@@ -179,7 +179,8 @@ def _wrap_function(function: Callable[..., Any], options: StepOptions, values: b
             communicator = functions.current()
             odd = next((other for other in others if not isinstance(other, _VALUES)), None) if values else None
             problem = "" if odd is None else f"values=True takes numbers and arrays, got {type(odd).__name__}"
-            step, settings = _step_input(communicator, given, problem), _argument(args, grads)
+            step = _step_input(communicator, given, problem)
+            settings = _argument(args, grads) if others else ""
             try:
                 mean = reduce_gradients(communicator, reducer, checks, step, title, settings)
             except MismatchError as error:
@@ -198,7 +199,8 @@ def _wrap_function(function: Callable[..., Any], options: StepOptions, values: b
 
 
 def _argument(args: tuple[Any, ...], grads: Any) -> str:
-    """Describe the first argument of a function if it is an array like its gradient: all ranks must pass the same."""
+    """Describe the first argument of a function of a value and a gradient, if it is an array like the gradient: all
+    ranks must pass the same."""
     if not (args and type(args[0]) is type(grads) is np.ndarray and args[0].shape == grads.shape):
         return ""
     if not world.config().check_steps:

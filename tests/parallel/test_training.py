@@ -146,6 +146,11 @@ def test_gradient_functions_reduce_their_values_too(rank, size):
             function(x)
 
 
+def test_an_argument_like_the_gradient_need_not_be_the_parameters(rank, size):
+    averaged = allred.distributed.gradients(lambda sample: sample * 2)
+    assert averaged(np.full(3, float(rank))).tolist() == [size - 1.0] * 3
+
+
 @pytest.mark.parametrize("method", ["BFGS", "L-BFGS-B", "CG"])
 def test_an_optimizer_that_decides_by_the_value_gets_the_same_one_on_all_ranks(rank, size, method):
     def function_of(numbers):
