@@ -106,9 +106,9 @@ def cumsum(value: Any, exclusive: bool = False, name: str = "", process_set: Pro
 def statistics(samples: Any, name: str = "", process_set: ProcessSet | None = None) -> SampleStatistics:
     """Return count, mean, standard deviation, minimum and maximum over the samples of all ranks, for each element.
 
-    samples: the samples of this rank along the first dimension: any number of them, also none. A number counts as one
-    sample. Everything is computed in float64, so large integers are rounded. The standard deviation is that of the
-    population (numpy's default, ddof=0). Without samples on any rank everything but the count is NaN.
+    samples: zero or more samples of this rank, along the first dimension. A number counts as one sample. They are
+    converted to float64, which rounds integers above 2**53. The standard deviation divides by the count (numpy's
+    default, ddof=0). If no rank has a sample, all results but the count are NaN.
 
     Example: on 2 ranks, `allred.statistics([allred.rank(), 3.0])` returns count 4, mean 1.75, std 1.299, min 0, max 3.
     """

@@ -48,8 +48,7 @@ def reduce(
 
 def gather(value: Any, root: int = 0, name: str = "", process_set: ProcessSet | None = None) -> Array | None:
     """Concatenate the arrays of all ranks along the first dimension, in rank order. Returns a new array on the root,
-    None on the other ranks, which receive nothing. Ranks may differ in the first dimension only. A 0-d array counts as
-    one of shape (1,).
+    None on the other ranks. Ranks may differ in the first dimension only. A 0-d array counts as one of shape (1,).
 
     Example: on 2 ranks, `allred.gather([allred.rank(), 5])` returns `[0, 5, 1, 5]` on rank 0.
     """
