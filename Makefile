@@ -29,7 +29,7 @@ $(error MPI=$(MPI) is not one of mpich, openmpi)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-torch test test-model test-unit test-parallel test-integration test-full test-torch test-slurm test-sge test-kubernetes test-spark fuzz sanitize cuda test-gpu bench-gpu bench-gpu-host gpu-environment loops bench bench-torch bench-overlap bench-checkpoint lint types api diagram docs format clean
+.PHONY: help demo demo-torch test test-model test-unit test-parallel test-integration test-full test-torch test-slurm test-sge test-kubernetes test-browser test-spark fuzz sanitize cuda test-gpu bench-gpu bench-gpu-host gpu-environment loops bench bench-torch bench-overlap bench-checkpoint lint types api diagram docs format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -83,6 +83,10 @@ test-sge: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## the Grid Engine script in
 test-kubernetes: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## manifests, and their launcher with ssh and sshd (installed with apt-get where root)
 	bash tests/install.sh ssh "ssh sshd" openssh-client openssh-server
 	$(VENV_mpich)/bin/python -m pytest tests/kubernetes $(T)
+
+test-browser: $(VENV_mpich)/.docs $(VENV_mpich)/.browser ## the site and the live page in headless Chromium (installed with apt-get where root)
+	bash tests/install.sh chromium "chromium chromedriver" chromium chromium-driver
+	$(VENV_mpich)/bin/python -m pytest tests/browser $(T)
 
 # Each test goes to the process that is free, except those of an xdist_group.
 test-spark: $(VENV_mpich)/.spark ## Spark: local, local-cluster and standalone (installs pyspark, and Java with apt-get where root)
@@ -241,7 +245,7 @@ requirements = $(@D)/bin/python -c 'import tomllib; extras = tomllib.load(open("
 .venv/.torch: .venv/.test
 	$(@D)/bin/python -m pip install --quiet torch==2.13.0
 	$(call requirements,torch)
-.venv/.spark .venv/.dev .venv/.docs: .venv/.test
+.venv/.spark .venv/.dev .venv/.docs .venv/.browser: .venv/.test
 	$(call requirements,$(subst .,,$(@F)))
 
 comma := ,

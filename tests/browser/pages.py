@@ -1,0 +1,28 @@
+"""What a page in the browser has done: messages of its console, addresses it loaded, its width."""
+
+import json
+from typing import Any
+
+
+def console_errors(browser: Any) -> list[str]:
+    """Return the console's errors since the last call."""
+    return [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+
+
+def requested(browser: Any) -> list[str]:
+    """Return the addresses that were requested since the last call."""
+    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    return [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
+
+
+def set_size(browser: Any, width: int, height: int = 1000, dark: bool = False) -> None:
+    """Show the page as on a screen of this width in CSS pixels. A window of Chromium has at least 500."""
+    metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+
+
+def overflow(browser: Any) -> int:
+    """Return by how many pixels the page is wider than its screen."""
+    return int(browser.execute_script("return document.documentElement.scrollWidth - window.innerWidth"))
