@@ -69,7 +69,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
     return found
 
 
-def is_float(dtype: np.dtype[Any]) -> bool:
+def is_inexact(dtype: np.dtype[Any]) -> bool:
     """Whether the dtype is one of float16, bfloat16, float32, float64, complex64, complex128."""
     return name_of(dtype) in _FLOATS
 
@@ -119,11 +119,11 @@ def can_hold(dtype: np.dtype[Any], values: Array) -> bool:
     """
     if dtype == values.dtype:
         return True
-    if (is_float(values.dtype) and not is_float(dtype)) or (is_complex(values.dtype) and not is_complex(dtype)):
+    if (is_inexact(values.dtype) and not is_inexact(dtype)) or (is_complex(values.dtype) and not is_complex(dtype)):
         return False
     with np.errstate(over="ignore", invalid="ignore"):
         cast = values.astype(dtype)
-        if is_float(values.dtype):
+        if is_inexact(values.dtype):
             return bool(np.array_equal(np.isinf(cast), np.isinf(values)))
         return bool(np.array_equal(cast.astype(values.dtype), values) and np.array_equal(cast < 0, values < 0))
 

@@ -1,8 +1,15 @@
 """Exceptions of allred. All derive from AllredError, and each also from the matching built-in exception."""
 
+mpi_numbers = ""  # a sentence about the numbers of ranks; set by init() if MPI.COMM_WORLD has other ones
+
 
 class AllredError(Exception):
     """Base class of all errors that allred raises on purpose."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        if mpi_numbers and "rank" in str(self):
+            self.add_note(mpi_numbers)
 
 
 class NotInitializedError(AllredError, RuntimeError):

@@ -103,7 +103,7 @@ class Plan:
         """The indices of the tensors of each floating-point dtype."""
         found: dict[np.dtype[Any], list[int]] = {}
         for index, tensor in enumerate(self.tensors):
-            if arrays.is_float(tensor.dtype):
+            if arrays.is_inexact(tensor.dtype):
                 found.setdefault(tensor.dtype, []).append(index)
         return found
 

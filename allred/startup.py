@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from allred import arena, log, native, numbering, world
+from allred import arena, errors, log, native, numbering, world
 from allred.cluster import mpi, processors, topology
 from allred.cluster.processors import Cores
 from allred.cluster.spec import CLIENT
@@ -194,7 +194,9 @@ def _join_ranks(comm: Any, settings: dict[str, Any] | str, cluster: Cluster, in_
     world.install(here)
     _connect_servers_and_clients(here, plan, control, bootstrap.mpi, cluster)
     _start_watchers(plan, facts, control, bootstrap)
-    log.info(_banner(here, library, [each.mpi_rank for each in facts]))
+    if numbers := _mpi_numbers([each.mpi_rank for each in facts]):
+        errors.mpi_numbers = f"ranks 0 to {control.size - 1} are ranks {numbers} of MPI.COMM_WORLD"
+    log.info(_banner(here, library, numbers))
     if oversubscription := processors.oversubscription([each.cores for each in facts], [each.host for each in facts]):
         log.info(f"warning: {oversubscription}")
 
@@ -348,10 +350,17 @@ def _start_watchers(plan: _Decisions, facts: list[_Facts], control: Communicator
         watch.set_role(f"rank {number} of MPI.COMM_WORLD")
 
 
-_LISTED = 16  # numbers in MPI.COMM_WORLD that the banner shows
+_LISTED = 16  # numbers in MPI.COMM_WORLD that messages show
 
 
-def _banner(here: World, library: str, mpi_ranks: list[int]) -> str:
+def _mpi_numbers(ranks: list[int]) -> str:
+    """Return the numbers of the ranks in MPI.COMM_WORLD as text, "" if they are the same."""
+    if ranks == list(range(len(ranks))):
+        return ""
+    return ", ".join([*map(str, ranks[:_LISTED]), *["..."] * (len(ranks) > _LISTED)])
+
+
+def _banner(here: World, library: str, mpi_numbers: str) -> str:
     from allred import __version__
 
     shape, config = here.topology, here.config
@@ -362,9 +371,8 @@ def _banner(here: World, library: str, mpi_ranks: list[int]) -> str:
         ranks += f", {count(servers, 'parameter server')}" * (servers > 0)
         ranks += f", {count(clients, 'client')}" * (clients > 0)
     nodes = f"{shape.nodes} nodes, chief on {socket.gethostname()}" if shape.nodes > 1 else socket.gethostname()
-    if mpi_ranks != list(range(len(mpi_ranks))):
-        listed = [*map(str, mpi_ranks[:_LISTED]), *["..."] * (len(mpi_ranks) > _LISTED)]
-        ranks += f" ({', '.join(listed)} of MPI.COMM_WORLD)"
+    if mpi_numbers:
+        ranks += f" ({mpi_numbers} of MPI.COMM_WORLD)"
     extension = "C extension" if native.available else "no C extension (python -m allred.native says why)"
     return (
         f"{__version__}: {ranks} on {nodes}; mode {config.mode}; backend {here.communicator.name} ({here.reason}); "
@@ -398,6 +406,7 @@ def shutdown() -> None:
     recording.stop()
     arena.disable()
     world.install(None)
+    errors.mpi_numbers = ""
 
 
 def _leave_servers() -> None:

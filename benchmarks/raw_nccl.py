@@ -100,7 +100,7 @@ def packing_bandwidths(group: list[Any], comm: Any, seconds: float) -> dict[str,
         "pack": lambda: kernels.pack(table, dtype, buffer, dtype, None),
         "unpack": lambda: kernels.unpack(buffer, table, dtype, dtype, None),
     }
-    if arrays.accumulator(group[0].dtype) == group[0].dtype and arrays.is_float(group[0].dtype):
+    if arrays.accumulator(group[0].dtype) == group[0].dtype and arrays.is_inexact(group[0].dtype):
         calls["pack_scaled"] = lambda: kernels.pack(table, dtype, buffer, dtype, 0.5)
         calls["unpack_divided"] = lambda: kernels.unpack(buffer, table, dtype, dtype, 2.0)
     times = measure.interleave(calls, comm, seconds, synchronize_gpu)

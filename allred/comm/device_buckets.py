@@ -76,7 +76,7 @@ class DeviceBucket:
     slices: list[TensorSlice]
     dtype: str
     wire_dtype: str
-    is_float: bool
+    is_inexact: bool
     is_packed: bool
 
     @functools.cached_property
@@ -122,16 +122,16 @@ def plan_buckets(
     buckets = []
     for positions in assign_buckets(sizes, dtypes, BUCKET_BYTES):
         dtype = dtypes[positions[0]]
-        name, is_float = arrays.name_of(arrays.part_of(dtype)), arrays.is_float(dtype)
+        name, is_inexact = arrays.name_of(arrays.part_of(dtype)), arrays.is_inexact(dtype)
         wire = wire_dtype_of(dtype, request)
         needs_pack = len(positions) > 1 or name != wire or request.weight is not None
         divides_later = divides(wire, request.op) and not request.is_single
-        needs_unpack = (request.checks and is_float) or divides_later
+        needs_unpack = (request.checks and is_inexact) or divides_later
         if not needs_pack and not needs_unpack:
             direct.setdefault(name, []).append(positions[0])
             continue
         for slices in _slices(positions, counts, storage_dtype(wire).itemsize):
-            buckets.append(DeviceBucket(slices, name, wire, is_float, needs_pack))
+            buckets.append(DeviceBucket(slices, name, wire, is_inexact, needs_pack))
     return BucketPlan(direct, buckets)
 
 
@@ -148,7 +148,7 @@ def wire_dtype_of(dtype: np.dtype[Any], request: ReduceRequest) -> str:
     """Return the name of the dtype in which tensors of a dtype are reduced."""
     if narrows(dtype, request.compression.value):
         return arrays.DTYPES[request.compression.value]
-    weighs = request.weight is not None and arrays.is_float(dtype)
+    weighs = request.weight is not None and arrays.is_inexact(dtype)
     return arrays.name_of(arrays.part_of(arrays.accumulator(dtype) if weighs else dtype))
 
 
@@ -237,7 +237,7 @@ def reduce_buckets(
         fusion_buffer.reduced.record(communication)
         with unpacking:
             unpacking.wait_event(fusion_buffer.reduced)
-            checked = flags.of_buckets[number] if flags is not None and bucket.is_float else None
+            checked = flags.of_buckets[number] if flags is not None and bucket.is_inexact else None
             divisor = float(size) if divided else None
             device.unpack_kernels.unpack(target, table.target, bucket.dtype, bucket.wire_dtype, divisor, checked)
             fusion_buffer.unpacked.record(unpacking)
@@ -250,7 +250,7 @@ def reduce_buckets(
 
 
 def _pack(device: Device, table: LaunchTable, bucket: DeviceBucket, buffer: Any, request: ReduceRequest) -> None:
-    if request.weight == 0 and not bucket.is_float:  # an integer has weight 1 or 0
+    if request.weight == 0 and not bucket.is_inexact:  # an integer has weight 1 or 0
         buffer.fill(0)
         return
-    device.kernels.pack(table, bucket.dtype, buffer, bucket.wire_dtype, request.weight if bucket.is_float else None)
+    device.kernels.pack(table, bucket.dtype, buffer, bucket.wire_dtype, request.weight if bucket.is_inexact else None)

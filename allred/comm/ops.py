@@ -74,7 +74,7 @@ def refusal(op: Any, dtype: np.dtype[Any]) -> str | None:
         return f"{op.value} of bool is not defined; use allred.Max for 'any', allred.Min for 'all', or cast to int32"
     if op in (ReduceOp.MIN, ReduceOp.MAX) and arrays.is_complex(dtype):
         return f"{op.value} of {dtype.name} is not defined: complex numbers have no order; reduce abs(x) or x.real"
-    if op is ReduceOp.AVERAGE and not arrays.is_float(dtype):
+    if op is ReduceOp.AVERAGE and not arrays.is_inexact(dtype):
         return f"Average of {dtype.name} is not defined (it would round); use op=allred.Sum, or cast to float32"
     return None
 

@@ -246,7 +246,7 @@ def _list(name: str, value: Any) -> tuple[str, list[Any]]:
         texts = [item.encode() if isinstance(item, str) else item for item in items]
         if all(isinstance(text, bytes) for text in texts):
             return "bytes_list", texts
-    if arrays.is_float(array.dtype) and not arrays.is_complex(array.dtype):
+    if arrays.is_inexact(array.dtype) and not arrays.is_complex(array.dtype):
         return "float_list", array.astype(np.float32).ravel().tolist()
     if array.dtype.kind in "iub" and (array.dtype != np.uint64 or not array.size or array.max() < 2**63):
         return "int64_list", array.astype(np.int64).ravel().tolist()

@@ -154,7 +154,7 @@ class Clipper:
         """Return why gradients of these dtypes cannot be clipped or unscaled; "" if they can."""
         if self.scaler is not None and (problem := self.scaler.set_owner(self, self._name)):
             return problem
-        odd = next((tensor for tensor in tensors if not arrays.is_float(tensor.dtype)), None) if self.active else None
+        odd = next((tensor for tensor in tensors if not arrays.is_inexact(tensor.dtype)), None) if self.active else None
         return f"the gradient of {odd} cannot be scaled: it would be rounded; cast it" if odd else ""
 
     def clip_reduced(self, communicator: Communicator, grads: list[Any]) -> list[Any]:

@@ -167,7 +167,7 @@ class Accumulator:
         return self.filled == self.micro_steps
 
     def _refusal(self, tensors: Sequence[Tensor], samples: int | None) -> str:
-        if odd := next((tensor for tensor in tensors if not arrays.is_float(tensor.dtype)), None):
+        if odd := next((tensor for tensor in tensors if not arrays.is_inexact(tensor.dtype)), None):
             return f"the gradient of {odd} cannot be accumulated: its mean would be rounded; cast it"
         if self._samples and list(tensors) != self._tensors:
             return "the gradients of this micro-step have other names, shapes or dtypes than those before it"

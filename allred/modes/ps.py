@@ -108,7 +108,7 @@ class PsMode(Mode):
         if not tensors:
             raise InputError(f"{title}: there are no parameters to train")
         for tensor in tensors:
-            if not arrays.is_float(tensor.dtype):
+            if not arrays.is_inexact(tensor.dtype):
                 raise InputError(f"{title}: {tensor} cannot be trained by parameter servers; floats can")
         if self._context.has_optimizer:
             raise InputError(

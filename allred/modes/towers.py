@@ -165,7 +165,7 @@ class _Mean:
         name, before, dtype = self._names[index], self._sums[index], self._dtypes[index]
         if grad.dtype.kind in "iub" and not grad.ndim:
             grad = np.asarray(float(grad))  # a number
-        if not arrays.is_float(grad.dtype):
+        if not arrays.is_inexact(grad.dtype):
             raise InputError(
                 f"Towers: the gradient of {nest.quoted(name)} of tower {tower} is {grad.dtype.name}; only floats "
                 "have a mean"

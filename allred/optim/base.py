@@ -38,7 +38,7 @@ def compute_dtype(tensor: Array) -> np.dtype[Any]:
     return np.promote_types(tensor.dtype, np.float32)
 
 
-def is_float_tensor(value: Any) -> bool:
+def is_inexact_tensor(value: Any) -> bool:
     """Whether `value` is a numpy or cupy array of floats, bfloat16 (a user-defined dtype in NumPy) included, or of
     complex numbers."""
     if not (hasattr(value, "__array_ufunc__") and hasattr(value, "shape")):  # numpy scalars lack the first attribute
@@ -60,7 +60,7 @@ def describe(value: Any) -> str:
 
 def check_writable(who: str, what: str, value: Any) -> None:
     """Raise InputError unless `value` is a writable float array. what: its name in the error."""
-    if not is_float_tensor(value):
+    if not is_inexact_tensor(value):
         raise InputError(
             f"{who}: {what} must be a numpy or cupy array of floats, because it is changed in place, "
             f"but is {describe(value)}"
@@ -72,14 +72,14 @@ def check_writable(who: str, what: str, value: Any) -> None:
 def check_gradient(who: str, name: str, param: Array, grad: Any) -> None:
     """Raise InputError unless `grad` can be the gradient of `param`."""
     number = isinstance(grad, (float, int, complex, np.inexact))
-    if (isinstance(grad, complex) or (not number and is_float_tensor(grad) and grad.dtype.kind == "c")) and (
+    if (isinstance(grad, complex) or (not number and is_inexact_tensor(grad) and grad.dtype.kind == "c")) and (
         param.dtype.kind != "c"
     ):
         raise InputError(
             f"{who}: the gradient of {quoted(name)} is complex, but its parameter is {describe(param)}; pass its real "
             "part"
         )
-    if not number and not is_float_tensor(grad):
+    if not number and not is_inexact_tensor(grad):
         raise InputError(
             f"{who}: the gradient of {quoted(name)} must be an array of floats, but is {describe(grad)}; convert it "
             "first"
@@ -446,8 +446,8 @@ def _convert_slots(who: str, name: str, loaded: Slots, fresh: Slots) -> Slots:
             "restore the state of the same optimizer, hyper-parameters and model, or make a new optimizer"
         )
     for slot, array in fresh.items():
-        if is_float_tensor(loaded[slot]) and not (
-            is_float_tensor(array) and np.can_cast(loaded[slot].dtype, array.dtype, "same_kind")
+        if is_inexact_tensor(loaded[slot]) and not (
+            is_inexact_tensor(array) and np.can_cast(loaded[slot].dtype, array.dtype, "same_kind")
         ):
             raise InputError(
                 f"{who}: slot {slot!r} of {quoted(name, 'parameter')} must be {describe(array)}, but is "

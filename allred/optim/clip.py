@@ -12,7 +12,7 @@ import numpy as np
 from allred.arrays import Array, view_as_real
 from allred.errors import InputError
 from allred.nest import leaves, quoted
-from allred.optim.base import check_writable, compute_dtype, describe, is_float_tensor
+from allred.optim.base import check_writable, compute_dtype, describe, is_inexact_tensor
 from allred.validators import positive
 
 
@@ -84,7 +84,7 @@ def global_norm(grads: Any) -> float:
     for name, grad in leaves(grads):
         if isinstance(grad, (float, int, complex, np.inexact)):
             tensors.append(np.asarray(grad))
-        elif is_float_tensor(grad):
+        elif is_inexact_tensor(grad):
             tensors.append(grad)
         elif grad is not None:
             raise InputError(

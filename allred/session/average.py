@@ -10,7 +10,7 @@ import numpy as np
 from allred import nest
 from allred.arrays import Array, view_as_real
 from allred.errors import InputError
-from allred.optim.base import check_writable, compute_dtype, describe, is_float_tensor
+from allred.optim.base import check_writable, compute_dtype, describe, is_inexact_tensor
 from allred.session.hooks import Hook
 from allred.validators import fraction
 
@@ -121,7 +121,7 @@ class MovingAverage:
         _check_names(who, set(self._averages), set(loaded))
         for name, average in self._averages.items():
             if not (
-                is_float_tensor(loaded[name])
+                is_inexact_tensor(loaded[name])
                 and loaded[name].shape == average.shape
                 and np.can_cast(loaded[name].dtype, average.dtype, "same_kind")
             ):
@@ -133,7 +133,7 @@ class MovingAverage:
             average[...] = np.asarray(loaded[name], dtype=average.dtype, like=average)
 
     def _leaves(self) -> list[nest.Leaf]:
-        return [(name, leaf) for name, leaf in nest.leaves(self._params) if is_float_tensor(leaf)]
+        return [(name, leaf) for name, leaf in nest.leaves(self._params) if is_inexact_tensor(leaf)]
 
     def _pairs(self, what: str) -> list[tuple[Array, Array]]:
         """Return each parameter with its average, after checking all."""

@@ -53,6 +53,10 @@ import allred
 group = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank > 0)
 allred.init(group)
 allred.barrier()
+if allred.size() == 2:
+    try: allred.allreduce([1.0] * (allred.rank() + 1))
+    except allred.MismatchError as error: assert error.__notes__ == ["ranks 0 to 1 are ranks 1, 2 of MPI.COMM_WORLD"]
+    else: assert False
 if MPI.COMM_WORLD.rank == 2: raise ValueError("boom")
 allred.allreduce(1.0)
 """

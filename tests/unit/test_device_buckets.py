@@ -70,7 +70,7 @@ def test_complex_numbers_are_twice_as_many_floats():
     request = AVERAGE._replace(compression=allred.Compression.fp16)
     dtypes = [np.dtype(name) for name in ("f4", "c8", "c8", "c16")]
     found = plan_buckets([(5,), (5,), (), (300,)], dtypes, request)
-    assert {(bucket.dtype, bucket.wire_dtype, bucket.is_float) for bucket in found.buckets} == {
+    assert {(bucket.dtype, bucket.wire_dtype, bucket.is_inexact) for bucket in found.buckets} == {
         ("float32", "float16", True),
         ("float32", "float32", True),
         ("float64", "float64", True),

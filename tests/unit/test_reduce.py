@@ -34,7 +34,7 @@ def values(dtype, count, seed):
     if dtype.kind == "b":
         return rng.integers(0, 2, count).astype(bool)
     result = np.frombuffer(rng.bytes(count * dtype.itemsize), dtype).copy()
-    if arrays.is_float(dtype):
+    if arrays.is_inexact(dtype):
         with np.errstate(all="ignore"):
             result[1::2] = rng.normal(size=count // 2).astype(dtype)
             hard = np.array(SPECIAL).astype(dtype)
@@ -46,7 +46,7 @@ def values(dtype, count, seed):
 def bits(array, dtype):
     """What must be equal: all bits, but one NaN is as good as another."""
     array = array.view(dtype).copy()
-    if arrays.is_float(dtype):
+    if arrays.is_inexact(dtype):
         with np.errstate(invalid="ignore"):  # ml_dtypes compares
             array[np.isnan(array)] = np.nan
     return array.tobytes()
@@ -81,7 +81,7 @@ def test_c_gives_the_bits_of_its_twin(variant, dtype, op):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if arrays.is_float(dtype)], ids=str)
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if arrays.is_inexact(dtype)], ids=str)
 @pytest.mark.parametrize("divisor", [1, 2, 3, 7, 1024, 1025, 2**24 - 1, 2**24])
 def test_an_average_is_a_division_by_any_divisor(variant, dtype, divisor):
     sources = [values(dtype, 1023, seed) for seed in range(2)]

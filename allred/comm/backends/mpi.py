@@ -167,7 +167,7 @@ class MpiBackend(Backend):
         if op is ReduceOp.AVERAGE:
             numbers = arrays.view_as_real(reduced)
             np.divide(numbers, self.size, out=numbers)
-        elif op in (ReduceOp.MIN, ReduceOp.MAX) and arrays.is_float(reduced.dtype):
+        elif op in (ReduceOp.MIN, ReduceOp.MAX) and arrays.is_inexact(reduced.dtype):
             np.add(reduced, 0.0, out=reduced)  # -0.0 == 0.0: the result must not depend on the order
         self._put(reduced, target)
 
@@ -179,7 +179,7 @@ class MpiBackend(Backend):
     def _mpi_op(self, op: ReduceOp, wire: np.dtype[Any]) -> MPI.Op:
         """Return the MPI operator; a numpy one if MPI leaves NaN undefined or Open MPI saturates small integers."""
         small_integer = wire.kind in "iu" and wire.itemsize <= 2
-        if not (op in (ReduceOp.MIN, ReduceOp.MAX) and arrays.is_float(wire)) and not small_integer:
+        if not (op in (ReduceOp.MIN, ReduceOp.MAX) and arrays.is_inexact(wire)) and not small_integer:
             return _OPERATORS[op][0]
         return _numpy_op(op, wire)
 

@@ -94,7 +94,7 @@ def table(parts: Sequence[Part]) -> Table:
 
 def _comparable(value: Array) -> Array:
     """Make all NaN equal: the payload of a NaN in a sum may differ between ranks."""
-    if arrays.is_float(value.dtype):
+    if arrays.is_inexact(value.dtype):
         numbers = arrays.view_as_real(value)
         numbers = np.where(np.isnan(numbers), np.full((), np.nan, numbers.dtype), numbers)
         return numbers if numbers.ndim == value.ndim else arrays.view_as_complex(numbers)
