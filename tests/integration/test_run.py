@@ -115,7 +115,8 @@ def test_a_program_without_allred_receives_the_warning_when_all_ranks_handle_it(
 
 
 @pytest.mark.parametrize(
-    ("after_s", "what"), [(0, "the process by which mpirun"), (3, r"process \d+, by which mpirun")]
+    ("after_s", "what"),
+    [pytest.param(0, "the process by which mpirun", marks=full), (3, r"process \d+, by which mpirun")],
 )
 def test_a_lost_daemon_of_mpirun_before_init_ends_the_job(tmp_path, after_s, what):
     """MPICH's mpirun does not notice, and waits forever. The stopped rank is killed too. At once, `allred run` may not
@@ -191,7 +192,7 @@ def test_every_sample_counts_once_in_a_job_that_is_killed_and_resized(mpi, kills
 
 
 @pytest.mark.parametrize(("mpi", "lost"), [
-    ("mpich", 1), ("openmpi", 2), pytest.param("openmpi", 1, marks=full), pytest.param("mpich", 2, marks=full)
+    ("mpich", 1), *(pytest.param(*each, marks=full) for each in [("openmpi", 2), ("openmpi", 1), ("mpich", 2)])
 ])  # fmt: skip
 def test_a_host_that_is_lost_is_left_out(mpi, lost, tmp_path):
     """`allred run` is on another host than the ranks. Host 1 has rank 0, whose watcher reports."""
