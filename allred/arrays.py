@@ -5,6 +5,7 @@ bfloat16 is the dtype of ml_dtypes. It is recognized by its name, so ml_dtypes i
 
 import functools
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -130,7 +131,8 @@ def can_hold(dtype: np.dtype[Any], values: Array) -> bool:
 
 def as_host_array(value: Any) -> Array:
     """Convert `value` to a numpy array; a numpy array is returned as it is. Raises InputError for a device array."""
-    if isinstance(value, np.ma.MaskedArray):
+    masked = sys.modules.get("numpy.ma")  # loaded by who makes a masked array; np.ma would load it here, in 10 ms
+    if masked is not None and isinstance(value, masked.MaskedArray):
         raise InputError("a masked array would lose its mask; pass array.filled(value)")
     if isinstance(value, np.ndarray):
         return value
