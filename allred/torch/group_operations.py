@@ -63,6 +63,15 @@ _OPS = (
     *((TorchOp.SUM, ReduceOp.SUM), (TorchOp.AVG, ReduceOp.AVERAGE), (TorchOp.PREMUL_SUM, ReduceOp.SUM)),
     *((TorchOp.PRODUCT, ReduceOp.PRODUCT), (TorchOp.MIN, ReduceOp.MIN), (TorchOp.MAX, ReduceOp.MAX)),
 )
+_COMBINE = (
+    *(
+        (TorchOp.SUM, torch.add),
+        (TorchOp.PRODUCT, torch.mul),
+        (TorchOp.MIN, torch.minimum),
+        (TorchOp.MAX, torch.maximum),
+    ),
+    *((TorchOp.BAND, torch.bitwise_and), (TorchOp.BOR, torch.bitwise_or), (TorchOp.BXOR, torch.bitwise_xor)),
+)
 _BITWISE = ((TorchOp.BAND, np.bitwise_and), (TorchOp.BOR, np.bitwise_or), (TorchOp.BXOR, np.bitwise_xor))
 
 
@@ -70,10 +79,12 @@ def allreduce(
     comm: Communicator, tensors: Sequence[torch.Tensor], op: Any, blocking: bool = False
 ) -> list[StartedOperation]:
     """Reduce tensors in place, as one operation where possible. blocking: the caller waits at once, without a limit."""
+    if not tensors:
+        raise InputError("expected a tensor, got an empty list")
     if any(tensor.is_sparse for tensor in tensors):
         return [part for tensor in tensors for part in _sparse_sum(comm, tensor, op)]
     real = [_as_real(tensor, op) for tensor in tensors]
-    arrays = [as_array(tensor) for tensor in real]
+    arrays = [flat_view(as_array(tensor)) for tensor in real]
     if _bitwise(op) is not None or any(_is_integer_mean(op, array) for array in arrays):
         return [
             (work, _assign(array, convert)) for array in arrays for work, convert in [_start_reduction(comm, array, op)]
@@ -92,9 +103,52 @@ def allreduce(
     return [(comm.allreduce(array, each, in_place=True), None) for array, each in zip(arrays, ops, strict=True)]
 
 
+def reduce_locally(tensors: Sequence[torch.Tensor], op: Any) -> torch.Tensor:
+    """Return the reduction of tensors of this rank, which have one shape and dtype."""
+    combine = next((function for theirs, function in _COMBINE if op == theirs), None)
+    if combine is None:
+        raise InputError(f"{_op_name(op)} over several tensors of a rank is not available")
+    if len({(each.shape, each.dtype, each.layout) for each in tensors}) != 1:
+        raise InputError("the tensors of a rank must have one shape, dtype and layout; see all_reduce_coalesced")
+    with torch.no_grad():
+        return functools.reduce(combine, tensors)
+
+
+def without_repeated(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors without those that are the same memory as an earlier one."""
+    found: dict[Any, torch.Tensor] = {}
+    for each in tensors:
+        place = id(each) if each.is_sparse else (each.data_ptr(), each.shape, each.stride(), each.dtype)
+        found.setdefault(place, each)
+    return [*found.values()]
+
+
+def with_copies(
+    parts: Sequence[StartedOperation], source: torch.Tensor, copies: Sequence[torch.Tensor]
+) -> list[StartedOperation]:
+    """Return the operations; when they are complete, `source` is copied into other tensors."""
+    *others, (work, convert) = parts
+
+    def finish(result: Any) -> None:
+        if convert is not None:
+            convert(result)
+        with torch.no_grad():
+            for each in copies:
+                if each is not source:
+                    each.copy_(source)
+
+    return [*others, (work, finish)]
+
+
+def flat_view(array: Array) -> Array:
+    """Return a contiguous array as one of one dimension, because torch compares only the number of elements between
+    ranks; other arrays as they are."""
+    return array.reshape(-1) if array.flags.c_contiguous else array
+
+
 def reduce(comm: Communicator, tensor: torch.Tensor, op: Any, is_root: bool, name: str) -> StartedOperation:
     """Reduce a tensor into the root's tensor; the tensors of other ranks are unchanged."""
-    array = as_array(_as_real(tensor, op))
+    array = flat_view(as_array(_as_real(tensor, op)))
     work, convert = _start_reduction(comm, array, op, name)
     return work, _assign(array, convert) if is_root else None
 

@@ -29,7 +29,7 @@ from allred.errors import AllredError, InputError
 from allred.torch import group_operations, rendezvous
 from allred.torch.group_operations import device_of, with_options
 from allred.torch.tensors import as_raw_array
-from allred.torch.torch_work import StartedOperation, TorchWork, UnstartedError, start_each
+from allred.torch.torch_work import StartedOperation, TorchWork, UnstartedError, as_torch_error, start_each
 
 Tensors = Sequence[torch.Tensor]
 
@@ -73,10 +73,14 @@ def operation(kind: str = "", takes_lists: bool = True) -> Callable[[Callable[..
                 arguments = with_options(arguments, takes_lists)
             try:
                 work = method(self, *arguments)
-            except InputError as error:
-                if kind:
-                    self._raise_everywhere(kind, f"{method.__name__}()", error)
-                raise
+            except AllredError as error:
+                try:
+                    if kind and isinstance(error, InputError):
+                        self._raise_everywhere(kind, f"{method.__name__}()", error)
+                    raise
+                except AllredError as raised:
+                    as_torch_error(raised)
+                    raise
             if getattr(arguments[-1], "asyncOp", True) is False:
                 work.wait()
             return work
@@ -105,17 +109,23 @@ class ProcessGroupAllred(dist.ProcessGroup):
 
     @operation("allreduce")
     def allreduce(self, tensors: Tensors, opts: Any) -> TorchWork:
-        return self._allreduce(tensors, opts)
+        """As in gloo, all tensors become the reduction of all tensors of all ranks."""
+        if len(tensors) < 2:
+            return self._allreduce(tensors, opts, ())
+        return self._allreduce([group_operations.reduce_locally(tensors, opts.reduceOp)], opts, tensors)
 
     @operation("allreduce")
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> TorchWork:
-        return self._allreduce(tensors, opts)
+        return self._allreduce(group_operations.without_repeated(tensors), opts, ())
 
-    def _allreduce(self, tensors: Tensors, opts: Any) -> TorchWork:
-        """As `allreduce`. If the caller waits at once (asyncOp is false), without a time limit, take the faster way."""
+    def _allreduce(self, tensors: Tensors, opts: Any, copies: Tensors) -> TorchWork:
+        """Reduce each tensor over the ranks. If the caller waits at once (asyncOp is false), without a time limit, take
+        the faster way. copies: tensors that become copies of the first."""
         blocking = getattr(opts, "asyncOp", True) is False and self._limit_of(opts) is None
         parts = group_operations.allreduce(self.communicator, tensors, opts.reduceOp, blocking)
-        return TorchWork(parts, tensors, None) if blocking else self._start(parts, tensors, opts)
+        if copies:
+            parts = group_operations.with_copies(parts, tensors[0], copies)
+        return TorchWork(parts, copies or tensors, None) if blocking else self._start(parts, copies or tensors, opts)
 
     @operation("allreduce")
     def reduce(self, tensors: Tensors, opts: Any) -> TorchWork:
@@ -149,11 +159,15 @@ class ProcessGroupAllred(dist.ProcessGroup):
 
     @operation("broadcast")
     def broadcast(self, tensors: Tensors, opts: Any) -> TorchWork:
-        root = self._global_rank(opts.rootRank)
-        arrays = [as_raw_array(tensor) for tensor in tensors]
-        return self._start(
-            [(self.communicator.broadcast(array, root, in_place=True), None) for array in arrays], tensors, opts
-        )
+        """As in gloo, all tensors become the tensor `opts.rootTensor` of the root."""
+        root, index = self._global_rank(opts.rootRank), getattr(opts, "rootTensor", 0)
+        if not 0 <= index < len(tensors):
+            raise InputError(f"rootTensor is {index}, of {len(tensors)} tensors")
+        array = group_operations.flat_view(as_raw_array(tensors[index]))
+        parts: list[StartedOperation] = [(self.communicator.broadcast(array, root, in_place=True), None)]
+        if len(tensors) > 1:
+            parts = group_operations.with_copies(parts, tensors[index], tensors)
+        return self._start(parts, tensors, opts)
 
     @operation("allgather")
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> TorchWork:

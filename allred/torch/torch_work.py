@@ -7,6 +7,7 @@ backward pass the operation is completed at its end, before the callbacks that D
 
 import contextlib
 import datetime
+import functools
 import math
 import time
 import weakref
@@ -14,11 +15,32 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C import _distributed_c10d
 
 from allred import world
 from allred.comm.work import Work
-from allred.errors import AllredError, InputError
+from allred.errors import AllredError, CollectiveTimeout, InputError
+
+
+def as_torch_error(error: BaseException) -> BaseException:
+    """Make an error of allred an instance of torch's DistBackendError, a RuntimeError, too: programs catch these around
+    collectives. Its own class stays. Returns `error`."""
+    if isinstance(error, AllredError) and not isinstance(error, dist.DistBackendError):
+        if isinstance(error, CollectiveTimeout):
+            error.args = (f"Timed out: {error}",)
+        error.__class__ = _torch_class(type(error))  # type: ignore[arg-type]  # a class is hashable
+    return error
+
+
+@functools.cache
+def _torch_class(own: type[AllredError]) -> type[AllredError]:
+    class TorchError(own, dist.DistBackendError):  # type: ignore[misc, valid-type]
+        def __reduce__(self) -> Any:  # pickle finds classes by their names
+            return own, self.args, vars(self)
+
+    TorchError.__name__, TorchError.__qualname__, TorchError.__module__ = own.__name__, own.__qualname__, own.__module__
+    return TorchError
 
 
 class Blocking:
@@ -94,7 +116,7 @@ class TorchWork(_distributed_c10d.Work):
                     finish(result)
                 del self._parts[0]
         except BaseException as error:
-            self._error = error
+            self._error = as_torch_error(error)
             self._parts, self._outputs = [], []  # the error's frames refer to this object, and would keep the tensors
             raise
         finally:

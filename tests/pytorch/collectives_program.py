@@ -7,6 +7,7 @@ import inspect
 import math
 import operator
 import os
+import pickle
 import sys
 import time
 import warnings
@@ -170,6 +171,56 @@ def coalesced(rank, size):
     assert_same(whole, [torch.cat([rank_tensor(r, count) for r in range(size)]) for count in (2, 3)], size)
     sums = [sum(rank_tensor(r, count * size) for r in range(size)) for count in (1, 2)]
     assert_same(parts, [total.chunk(size)[rank] for total in sums], size)
+
+
+def lists_of_tensors(rank, size):
+    """The group's methods reduce over a list too; gloo does it for lists of equal tensors."""
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX):
+        for count in (2, 3):
+
+            def call(group, op=op, count=count):
+                tensors = [rank_tensor(rank, 2, 3) + each for each in range(count)]
+                options = dist.AllreduceOptions()
+                options.reduceOp = op
+                (group or dist.group.WORLD).allreduce(tensors, options).wait()
+                return tensors
+
+            check_against_gloo(size, call)
+
+    def sparse(group):
+        tensors = [(rank_tensor(rank, 4) + each).to_sparse() for each in range(2)]
+        (group or dist.group.WORLD).allreduce(tensors).wait()
+        return [each.to_dense() for each in tensors]
+
+    check_against_gloo(size, sparse)
+    for index in range(2):
+
+        def broadcast(group, index=index):
+            options = dist.BroadcastOptions()
+            options.rootRank, options.rootTensor = size - 1, index
+            tensors = [rank_tensor(rank, 2, 3) + each for each in range(2)]
+            (group or dist.group.WORLD).broadcast(tensors, options).wait()
+            return tensors
+
+        check_against_gloo(size, broadcast)
+
+    def repeated(group):
+        one, other = rank_tensor(rank, 3), rank_tensor(rank, 2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dist.all_reduce_coalesced([one, other, one[:]], group=group)
+        return one, other
+
+    check_against_gloo(size, repeated)
+    for shapes in (((), (1,)), ((6,), (2, 3)), ((2, 3), (3, 2))):
+        for call in (lambda tensor, group: dist.all_reduce(tensor, group=group),
+                     lambda tensor, group: dist.broadcast(tensor, 0, group=group)):  # fmt: skip
+
+            def other_shapes(group, call=call, shapes=shapes):
+                call(tensor := rank_tensor(rank, *shapes[rank % 2]), group)
+                return tensor
+
+            check_against_gloo(size, other_shapes)
 
 
 def reduce(rank, size):
@@ -650,11 +701,23 @@ def one_of_several(rank, size):
         warnings.simplefilter("ignore")
         tensors = [torch.ones(1), torch.ones(1 + rank)]
         assert_fails(lambda: dist.all_reduce_coalesced(tensors), "called at collectives_program.py")
+        assert_fails(lambda: dist.all_reduce_coalesced([]), "got an empty list")
+    assert_fails(lambda: world.allreduce([]).wait(), "got an empty list")
+    two = [torch.ones(1), torch.ones(2)]
+    assert_fails(lambda: world.allreduce(two if rank else two[:1]).wait(), "must have one shape")
+    assert_fails(lambda: world.allreduce([two[0]] * 2, dist.ReduceOp.AVG).wait(), "AVG over several tensors")
+    options = dist.BroadcastOptions()
+    options.rootTensor = 2
+    assert_fails(lambda: world.broadcast(two, options).wait(), "rootTensor is 2, of 2")
 
 
 def assert_fails(call, words, kind=(InputError, MismatchError)):
-    with pytest.raises(kind, match=words):
+    with pytest.raises(kind, match=words) as caught:
         call()
+    assert isinstance(caught.value, dist.DistBackendError)  # a RuntimeError: programs catch these
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert isinstance(copy, kind)
+    assert str(copy) == str(caught.value)
 
 
 def destroy_and_reinitialize(rank, size):
@@ -680,6 +743,7 @@ def destroy_and_reinitialize(rank, size):
 CASES = [
     all_reduce,
     all_reduce_of_other_tensors,
+    lists_of_tensors,
     other_operators,
     sparse,
     coalesced,
