@@ -1,22 +1,31 @@
 """The environment variables of launchers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 PREFIXES = ("PMI", "PRTE_", "HYDI_", "HYDRA_", "MPI_", "OMPI_")  # MPIR_CVAR_... are settings of MPICH
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")  # set by an MPI launcher for each rank
 
 _LOCAL_RANK = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+_LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 
 def rank(environ: Mapping[str, str]) -> int | None:
     """Return the rank of this process; None if no launcher has started it. Works before MPI has started."""
-    found = (environ.get(name, "") for name in (*_RANK, "SLURM_PROCID"))
-    return next((int(value) for value in found if value.isdigit()), None)
+    return _first_number(environ, (*_RANK, "SLURM_PROCID"))
 
 
 def local_rank(environ: Mapping[str, str]) -> int | None:
     """Return the local rank of this process on its host; None if no launcher has set it."""
-    found = (environ.get(name, "") for name in _LOCAL_RANK)
+    return _first_number(environ, _LOCAL_RANK)
+
+
+def local_size(environ: Mapping[str, str]) -> int | None:
+    """Return the number of ranks on the host of this process; None if no launcher has set it."""
+    return _first_number(environ, _LOCAL_SIZE)
+
+
+def _first_number(environ: Mapping[str, str], names: Sequence[str]) -> int | None:
+    found = (environ.get(name, "") for name in names)
     return next((int(value) for value in found if value.isdigit()), None)
 
 

@@ -59,6 +59,10 @@ def init(
 ) -> None:
     """Join the other ranks. Call it once on every rank, before all other functions of allred. It is collective.
 
+    If several ranks run on a node, init limits the threads of BLAS and torch in each to the cores of the node divided
+    by its ranks, and sets OMP_NUM_THREADS for libraries that are loaded later. It does not if this variable or a
+    similar one is set, and keeps a number that the program has set by `torch.set_num_threads`.
+
     Without mpirun this process is the only rank. Under torchrun it is a ConfigError: call
     `torch.distributed.init_process_group("allred")` instead, which calls init.
 
@@ -196,9 +200,24 @@ def _join_ranks(comm: Any, settings: dict[str, Any] | str, cluster: Cluster, in_
     _start_watchers(plan, facts, control, bootstrap)
     if numbers := _mpi_numbers([each.mpi_rank for each in facts]):
         errors.mpi_numbers = f"ranks 0 to {control.size - 1} are ranks {numbers} of MPI.COMM_WORLD"
-    log.info(_banner(here, library, numbers))
-    if oversubscription := processors.oversubscription([each.cores for each in facts], [each.host for each in facts]):
+    cores, hosts = [each.cores for each in facts], [each.host for each in facts]
+    log.info(
+        _banner(here, library, numbers) + _limit_threads(here, processors.thread_limits(cores, hosts), control.rank)
+    )
+    if oversubscription := processors.oversubscription(cores, hosts):
         log.info(f"warning: {oversubscription}")
+
+
+def _limit_threads(here: World, limits: list[int | None], rank: int) -> str:
+    """Limit the threads of this process. Return the words of the banner about all ranks. limits: by rank."""
+    from allred.cluster import threads  # imports threadpoolctl
+
+    if (limit := limits[rank]) is not None:
+        threads.LIMIT.set(here, threads.ThreadLimit(limit))
+    if not (numbers := sorted({each for each in limits if each is not None})):
+        return ""
+    shown = count(numbers[0], "thread") if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]} threads"
+    return f"; BLAS and torch limited to {shown} per rank"
 
 
 def _start_mpi(comm: Any, lifeline: int) -> tuple[Bootstrap, str]:
@@ -391,6 +410,8 @@ def shutdown() -> None:
 
     Example: `allred.shutdown()`, then `allred.init(backend="mpi")`.
     """
+    from allred.cluster import threads  # imports threadpoolctl
+
     here = world.current()
     communicator = here.communicator
     exit_callbacks.call(sys.exc_info()[1])
@@ -405,6 +426,8 @@ def shutdown() -> None:
     communicator.close()
     recording.stop()
     arena.disable()
+    if (limit := threads.LIMIT.of(here)) is not None:
+        limit.restore()
     world.install(None)
     errors.mpi_numbers = ""
 

@@ -1,61 +1,65 @@
-"""The cores that the ranks of a node may use, the BLAS threads that run on them, and the limits of cgroups.
+"""The cores that the ranks of a node may use, the threads that run on them, and the limits of cgroups.
 
-By default, BLAS starts a thread for every core in each rank. More busy threads than cores is the most
-frequent reason for slow training on CPU hosts.
+By default, BLAS and torch start a thread for every core in each rank. More busy threads than cores is the most
+frequent reason for slow training on CPU hosts, so init() gives each rank its share (`thread_limits`).
 """
 
 import dataclasses
 import os
 import pathlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy  # noqa: F401  (loads the BLAS whose threads are counted)
 
-from allred import world
+from allred import launcher_variables, world
 from allred.wording import count
 
-_BLAS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "OMP_NUM_THREADS")
+# The variables by which users set the number of threads of BLAS and torch.
+THREAD_VARIABLES = (
+    "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "GOTO_NUM_THREADS",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Cores:
-    """The cores and BLAS threads of one rank."""
+    """The cores of one rank, and the threads of BLAS and torch that run on them.
 
-    allowed: frozenset[int]  # the CPU affinity of the process
-    of_machine: int  # the number of cores of the machine
-    quota: float | None  # of the process's cgroup, in cores
-    blas_threads: int
-    blas: str  # the BLAS libraries, or the source of the guess
-    measured: bool  # whether threadpoolctl counted the threads; else they are a guess
+    allowed: the CPU affinity of the process. of_machine: the number of cores of the machine. quota: of the process's
+    cgroup, in cores. threads: the largest number of threads of a library. libraries: their names. chosen: the part of
+    `threads` that the program has set by a call, which init() keeps. set_by: the environment variables that the user
+    has set, with which init() keeps all. launched: the number of ranks on this host, as the launcher knows it; 0 if it
+    does not. given: the cores that the batch system gives to each rank, 0 if it does not.
+    """
+
+    allowed: frozenset[int]
+    of_machine: int
+    quota: float | None
+    threads: int
+    libraries: str
+    chosen: int = 0
+    set_by: tuple[str, ...] = ()
+    launched: int = 0
+    given: int = 0
 
 
 def own_cores() -> Cores:
     """Return the cores of this process."""
-    allowed = frozenset(os.sched_getaffinity(0))
-    try:
-        import threadpoolctl
-    except ImportError:
-        threads, blas, measured = *guess_blas_threads(os.environ, len(allowed)), False
-    else:
-        pools = [pool for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
-        threads = max((pool["num_threads"] for pool in pools), default=1)
-        blas = ", ".join(sorted({pool["internal_api"] for pool in pools})) or "no BLAS that starts threads"
-        measured = True
-    return Cores(allowed, os.cpu_count() or 1, limits().cpus, threads, blas, measured)
+    from allred.cluster import threads  # imports threadpoolctl
 
-
-def guess_blas_threads(environ: Mapping[str, str], cores: int) -> tuple[int, str]:
-    """Return the number of BLAS threads that the environment variables imply, and their text.
-
-    >>> guess_blas_threads({"OMP_NUM_THREADS": "2,1"}, cores=8), guess_blas_threads({}, cores=8)
-    ((2, 'OMP_NUM_THREADS=2,1'), (8, 'no OMP_NUM_THREADS: a thread a core'))
-    """
-    for name in _BLAS:
-        value = environ.get(name, "")
-        if value.split(",")[0].strip().isdigit():
-            return int(value.split(",")[0]), f"{name}={value}"
-    return cores, "no OMP_NUM_THREADS: a thread a core"
+    pools = [pool for pool in threads.pools() if pool.kind != "openmp"]
+    given = os.environ.get("SLURM_CPUS_PER_TASK", "")
+    return Cores(
+        frozenset(os.sched_getaffinity(0)),
+        os.cpu_count() or 1,
+        limits().cpus,
+        max((pool.get() for pool in pools), default=1),
+        ", ".join(sorted({pool.name for pool in pools})) or "no BLAS that starts threads",
+        max((pool.get() for pool in pools if pool.is_chosen), default=0),
+        tuple(name for name in THREAD_VARIABLES if os.environ.get(name)),
+        launcher_variables.local_size(os.environ) or 0,
+        int(given) if given.isdigit() else 0,
+    )
 
 
 def usable_cores(ranks: Sequence[Cores]) -> int:
@@ -65,27 +69,78 @@ def usable_cores(ranks: Sequence[Cores]) -> int:
     return min([cores, *quotas])
 
 
-def _on_node(ranks: Sequence[Cores], nodes: Sequence[int], node: int) -> list[Cores]:
+def _on_node(ranks: Sequence[Cores], nodes: Sequence[Hashable], node: Hashable) -> list[Cores]:
     return [one for one, its in zip(ranks, nodes, strict=True) if its == node]
 
 
-def oversubscription(ranks: Sequence[Cores], nodes: Sequence[int]) -> str | None:
-    """Return a warning if the ranks of a node have more BLAS threads than cores, else None. With several nodes: for the
-    node with the most threads per core.
+def share(ranks: Sequence[Cores], nodes: Sequence[Hashable], rank: int) -> int:
+    """Return the share of a rank of the cores of its node, at least 1.
 
-    ranks: the cores of all ranks of the job. nodes: the node of each rank.
+    ranks: the cores of all ranks of the job. nodes: the node of each rank. Ranks that the launcher has started on the
+    node and that are not in `ranks` count too (`init(comm)` of a part of the ranks).
 
-    >>> print(oversubscription([Cores(frozenset({0, 1}), 2, None, 2, "openblas", True)] * 2, nodes=[0, 0]))
-    2 ranks with 4 BLAS threads on 2 cores: steps may take many times as long; export OMP_NUM_THREADS=1 before the start
+    >>> share([Cores(frozenset({0, 1, 2, 3}), 4, None, 4, "openblas")] * 2, nodes=[0, 0], rank=1)
+    2
     """
-    worst, text = 1.0, None
+    there = _on_node(ranks, nodes, nodes[rank])
+    return _share(ranks[rank], usable_cores(there), _started(there))
+
+
+def _started(there: Sequence[Cores]) -> int:
+    """Return the number of ranks of a node."""
+    return max(len(there), *(rank.launched for rank in there))
+
+
+def _share(own: Cores, cores: int, started: int) -> int:
+    return max(1, min(cores // started, len(own.allowed), own.given or cores))
+
+
+def thread_limits(ranks: Sequence[Cores], nodes: Sequence[Hashable]) -> list[int | None]:
+    """Return the number of threads to which init() limits each rank; None: it changes nothing, because the rank is
+    alone on its node, the user has set the number, or there are not more threads. ranks, nodes: as in `share`.
+
+    >>> free = Cores(frozenset({0, 1, 2, 3}), 4, None, 4, "openblas")
+    >>> thread_limits([free, free, free], nodes=[0, 0, 1])
+    [2, 2, None]
+    """
+    by_node = {node: _on_node(ranks, nodes, node) for node in dict.fromkeys(nodes)}
+    of_node = {node: (usable_cores(there), _started(there)) for node, there in by_node.items()}
+    found: list[int | None] = []
+    for own, node in zip(ranks, nodes, strict=True):
+        most, is_alone = _share(own, *of_node[node]), of_node[node][1] == 1
+        is_enough = most >= max(own.threads, len(own.allowed))  # libraries that are loaded later start one a core
+        found.append(None if is_alone or own.set_by or is_enough else most)
+    return found
+
+
+def limited(ranks: Sequence[Cores], nodes: Sequence[Hashable]) -> list[Cores]:
+    """Return the cores of all ranks with the threads that run after init(). ranks, nodes: as in `share`."""
+    return [
+        own if limit is None else dataclasses.replace(own, threads=max(own.chosen, min(own.threads, limit)))
+        for own, limit in zip(ranks, thread_limits(ranks, nodes), strict=True)
+    ]
+
+
+def oversubscription(ranks: Sequence[Cores], nodes: Sequence[Hashable]) -> str | None:
+    """Return a warning if the ranks of a node have more threads than cores after init(), else None. With several nodes:
+    for the node with the most threads per core. ranks, nodes: as in `share`.
+
+    >>> print(oversubscription([Cores(frozenset({0, 1}), 2, None, 2, "openblas", set_by=("OMP_NUM_THREADS",))] * 2,
+    ...                        nodes=[0, 0]))
+    2 ranks with 4 BLAS threads on 2 cores: steps may take many times as long; unset OMP_NUM_THREADS
+    """
+    worst, text, after = 1.0, None, limited(ranks, nodes)
     for node in dict.fromkeys(nodes):
-        there = _on_node(ranks, nodes, node)
-        threads, cores = sum(max(1, rank.blas_threads) for rank in there), usable_cores(there)
+        there = _on_node(after, nodes, node)
+        threads, cores = sum(max(1, rank.threads) for rank in there), usable_cores(there)
         if threads > worst * cores:
-            worst, remedies = threads / cores, []
-            if threads > len(there):
-                remedies.append(f"export OMP_NUM_THREADS={max(1, cores // len(there))} before the start")
+            worst, remedies, most = threads / cores, [], max(1, cores // len(there))
+            if names := sorted({name for rank in there for name in rank.set_by}):
+                remedies.append(f"unset {' '.join(names)}")
+            elif any(rank.chosen > most for rank in there):
+                remedies.append(f"let the program set at most {count(most, 'thread')}, as with torch.set_num_threads")
+            elif threads > len(there):
+                remedies.append(f"export OMP_NUM_THREADS={most} before the start")
             if len(there) > cores:
                 remedies.append(f"start at most {count(cores, 'rank')} here")
             where = " of one node" if len(set(nodes)) > 1 else ""
@@ -96,21 +151,11 @@ def oversubscription(ranks: Sequence[Cores], nodes: Sequence[int]) -> str | None
     return text
 
 
-def share(ranks: Sequence[Cores], nodes: Sequence[int], rank: int) -> int:
-    """Return the share of a rank of the cores of its node, at least 1. ranks, nodes: as in `oversubscription`.
-
-    >>> share([Cores(frozenset({0, 1, 2, 3}), 4, None, 4, "openblas", True)] * 2, nodes=[0, 0], rank=1)
-    2
-    """
-    there = _on_node(ranks, nodes, nodes[rank])
-    return max(1, min(usable_cores(there) // len(there), len(ranks[rank].allowed)))
-
-
-def each_has_a_core(ranks: Sequence[Cores], nodes: Sequence[int], rank: int) -> bool:
+def each_has_a_core(ranks: Sequence[Cores], nodes: Sequence[Hashable], rank: int) -> bool:
     """Return whether the node of a rank has at least one core for each of its ranks. ranks, nodes: as in
-    `oversubscription`.
+    `share`.
 
-    >>> two = Cores(frozenset({0, 1}), 2, None, 1, "openblas", True)
+    >>> two = Cores(frozenset({0, 1}), 2, None, 1, "openblas")
     >>> each_has_a_core([two] * 2, [0, 0], rank=1), each_has_a_core([two] * 3, [0, 0, 0], rank=1)
     (True, False)
     """

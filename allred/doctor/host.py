@@ -7,7 +7,7 @@ import pathlib
 import re
 
 from allred.bench.output import size_name
-from allred.cluster.processors import Cores, limits, usable_cores
+from allred.cluster.processors import Cores, limited, limits, usable_cores
 from allred.doctor.findings import (
     FAIL,
     NOTE,
@@ -33,14 +33,9 @@ def diagnose_processors(ranks: list[RankFacts[Cores]]) -> list[Finding]:
     """Binding, ranks per core, the cgroup's quota, BLAS threads."""
     hosts = by_host(ranks)
     cores = [finding for host, there in hosts.items() for finding in _diagnose_cores(host, there)]
-    no_tool = []
-    if not all(rank.facts.measured for rank in ranks):
-        found = "read from environment variables, because threadpoolctl is not installed"
-        no_tool = [Finding(NOTE, "BLAS threads", found, "pip install 'allred[doctor]'")]
     return [
         _diagnose_binding(ranks),
         *summarize_hosts(cores, len(hosts), "cores", "enough for the ranks on"),
-        *no_tool,
         _diagnose_blas(ranks),
     ]
 
@@ -81,22 +76,27 @@ def _cores_per_rank(ranks: list[RankFacts[Cores]]) -> int:
 
 
 def _diagnose_blas(ranks: list[RankFacts[Cores]]) -> Finding:
-    found = compare(ranks, lambda facts: f"{count(facts.blas_threads, 'thread')} ({facts.blas})")
+    """The threads as they are after init(), which limits them unless the user has set the number."""
+    nodes = [rank.host for rank in ranks]
+    facts = limited([rank.facts for rank in ranks], nodes)
+    found = compare(ranks, lambda facts: f"{count(facts.threads, 'thread')} ({facts.libraries})")
+    if facts != [rank.facts for rank in ranks]:
+        ranks = [dataclasses.replace(rank, facts=after) for rank, after in zip(ranks, facts, strict=True)]
+        found += f"; init() limits them to {compare(ranks, lambda facts: count(facts.threads, 'thread'))}"
     for host, there in by_host(ranks).items():
-        threads = sum(rank.facts.blas_threads for rank in there)
+        threads = sum(rank.facts.threads for rank in there)
         remedy = f"export OMP_NUM_THREADS={_cores_per_rank(there)} before mpirun"
+        if names := sorted({name for rank in there for name in rank.facts.set_by}):
+            remedy = f"unset {' '.join(names)} before mpirun; init() limits the threads"
         if threads > max(_usable(there), len(there)):  # with one thread each, the finding `cores` is enough
             total = f"in total {count(threads, 'thread')} on {count(_usable(there), 'core')} of {host}"
             return Finding(WARN, "BLAS threads", f"{found}; {total}", remedy)
-        squeezed = [rank for rank in there if rank.facts.blas_threads > len(rank.facts.allowed)]
+        squeezed = [rank for rank in there if rank.facts.threads > len(rank.facts.allowed)]
         if squeezed:
             only = f"{rank_names(squeezed[:1])} may use only {named('core', squeezed[0].facts.allowed)}"
             return Finding(WARN, "BLAS threads", f"{found}; {only}", f"{remedy}, or mpirun --bind-to none")
-    if len(ranks) == 1 and ranks[0].facts.blas_threads > 1:
-        remedy = f"before mpirun -np N: export OMP_NUM_THREADS=$(({_usable(ranks)} / N))"
-        return Finding(NOTE, "BLAS threads", found, remedy)
-    if len({rank.facts.blas_threads for rank in ranks}) > 1:
-        remedy = "export the same OMP_NUM_THREADS on all ranks; other ranks wait for the slowest"
+    if len({rank.facts.threads for rank in ranks}) > 1:
+        remedy = "set the same OMP_NUM_THREADS on all ranks, or on none; other ranks wait for the slowest"
         return Finding(WARN, "BLAS threads", found, remedy)
     return Finding(OK, "BLAS threads", found)
 

@@ -16,13 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from allred import arrays, log, nest
+from allred import arrays, nest
 from allred.arrays import Array
 from allred.cluster import processors
 from allred.errors import InputError
 from allred.gpu.device_arrays import compute
 from allred.validators import integer
-from allred.wording import count
 
 
 class Towers:
@@ -51,9 +50,8 @@ class Towers:
             it uses `torch.autograd.grad` instead of `backward()`. It must not call collectives of allred, which allow
             one thread only. Its loss is a number, its gradients a nest of float arrays, torch tensors (CPU) or numbers.
         parallel: run each tower in a thread, which is kept until this object is freed; else run one after the other.
-            With the package threadpoolctl, a call limits the BLAS threads of the process to the cores of this rank
-            divided by `count`, and restores their number at its end. Without it, a warning is printed if there are
-            more threads than cores. torch has its own threads: see torch.set_num_threads.
+            A call limits the BLAS threads of the process to the cores of this rank divided by `count`, and restores
+            their number at its end. torch has its own threads: see torch.set_num_threads.
 
     >>> def loss_and_grads(params, x):
     ...     return (params["w"] * x).mean(), {"w": x.mean()}
@@ -222,12 +220,9 @@ class BlasLimit:
         """Lower the number of BLAS threads to the share of one tower, and restore it at the end of the block.
 
         The limit holds for the whole process. A block inside another one, or in another thread meanwhile, changes
-        nothing: the first block restores the number. Without threadpoolctl there is no limit, and one warning says so.
+        nothing: the first block restores the number.
         """
-        if self._controller is None:
-            _warn_once(self._towers)
-            yield
-        elif not _limiting.acquire(blocking=False):
+        if not _limiting.acquire(blocking=False):
             yield
         else:
             try:
@@ -238,15 +233,12 @@ class BlasLimit:
 
     def start_thread(self) -> None:
         """Limit OpenMP in this thread of a tower: OpenMP has a number of threads for each thread that calls it."""
-        if self._controller is not None:
-            self._lower("openmp")
+        self._lower("openmp")
 
     @functools.cached_property
     def _controller(self) -> Any:
-        try:
-            import threadpoolctl
-        except ImportError:
-            return None
+        import threadpoolctl
+
         return threadpoolctl.ThreadpoolController()
 
     @functools.cached_property
@@ -257,14 +249,3 @@ class BlasLimit:
         libraries = self._controller.select(user_api=kind)
         limits = [{**each, "num_threads": min(each["num_threads"], self._share)} for each in libraries.info()]
         return libraries.limit(limits=limits)
-
-
-@functools.cache
-def _warn_once(towers: int) -> None:
-    cores, threads = processors.cores_per_rank(), processors.own_cores().blas_threads
-    if towers * threads > max(cores, towers):
-        log.runtime_warning(
-            f"Towers: {towers} towers x {threads} BLAS threads on this rank's {count(cores, 'core')}: steps "
-            "may take many times as long. Install threadpoolctl (pip install threadpoolctl), with which Towers limits "
-            f"the threads, or export OMP_NUM_THREADS={max(1, cores // towers)} before the start"
-        )

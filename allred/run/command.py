@@ -107,8 +107,7 @@ def make_options(options: argparse.Namespace, find_hosts: Callable[[], host_list
     if options.num_ps and options.mode != "ps":
         raise ConfigError("--num-ps needs --mode ps")
     program = _with_output(options, mpirun.program_words([options.program, *options.arguments], options.is_module))
-    cores = host_list.cores_for_each(found.assign(target), os.environ)
-    settings = mpirun.thread_settings(cores, os.environ) if cores else {}
+    settings: dict[str, str] = {}
     if options.mode:
         settings["ALLRED_MODE"] = options.mode
     if options.num_ps:

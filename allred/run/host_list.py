@@ -10,7 +10,6 @@ import socket
 import subprocess
 from collections.abc import Iterable, Mapping
 
-from allred.cluster.processors import own_cores, usable_cores
 from allred.errors import ConfigError
 from allred.runtime.timings import PROBE_S
 
@@ -167,18 +166,6 @@ def is_local(name: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def cores_for_each(ranks: Mapping[str, int], environ: Mapping[str, str]) -> int:
-    """Return the cores for each rank, for the threads of its BLAS; 0 if they are not known. ranks: their number on each
-    host.
-
-    Slurm names them. Else the cores of this machine are divided by its ranks, and the other hosts count as equal."""
-    given = environ.get("SLURM_CPUS_PER_TASK", "")
-    if given.isdigit():
-        return int(given)
-    here = max((count for name, count in ranks.items() if is_local(name)), default=0)
-    return max(1, usable_cores([own_cores()]) // here) if here else 0
 
 
 _SSH = "ssh -o BatchMode=yes -o ConnectTimeout=5"

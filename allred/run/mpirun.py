@@ -15,16 +15,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from allred.cluster import launcher, mpi
+from allred.cluster.processors import THREAD_VARIABLES
 from allred.errors import ConfigError
 from allred.launcher_variables import PREFIXES
 from allred.run import host_list
 from allred.watch.start import own_address
 
-_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _TORCH = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK")
 # Open MPI's mpirun forwards only its own variables to other hosts.
 _PATHS = ("PYTHON", "VIRTUAL_ENV", "PATH", "LD_LIBRARY_PATH")
-_FORWARDED = ("ALLRED_", "HOROVOD_", *_PATHS, "CUDA_VISIBLE_DEVICES", "NCCL_", *_THREADS, *_TORCH)
+_FORWARDED = ("ALLRED_", "HOROVOD_", *_PATHS, "CUDA_VISIBLE_DEVICES", "NCCL_", *THREAD_VARIABLES, *_TORCH)
 
 _OF_SHELL = ("PWD", "OLDPWD", "SHLVL", "_")
 
@@ -53,11 +53,6 @@ def find() -> Launcher:
         remedy = launcher.remedy("", launcher.implementation(library) == "Open MPI", 1, "")
         raise ConfigError(f"no mpirun of {library} next to {sys.executable} or on PATH; get {remedy}")
     return Launcher(path, library)
-
-
-def thread_settings(cores: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that give each rank's BLAS `cores` threads; none if the user has set one of them."""
-    return {} if any(name in environ for name in _THREADS) else dict.fromkeys(_THREADS, str(cores))
 
 
 def command(

@@ -1,5 +1,6 @@
 """init() in the surroundings that users have: variables, launchers, nodes."""
 
+import json
 import os
 import re
 
@@ -134,10 +135,86 @@ def test_the_banner_says_what_runs_where():
     assert result.err.count("allred: 0.") == 1, result.text
     for words in ("2 ranks on ", "mode sync", "backend shm (ranks share a node)", "MPICH ", "C extension"):
         assert words in result.err
-    pattern = (
-        r"allred: warning: 2 ranks with \d+ BLAS threads on \d+ cores?: .*; export OMP_NUM_THREADS=\d+ before the start"
-    )
-    assert len(re.findall(pattern, result.err)) == 1, result.text
+    assert "limited" not in result.err, result.text
+    pattern = r"allred: warning: 2 ranks with \d+ BLAS threads on \d+ cores?: .*; unset OMP_NUM_THREADS"
+    assert len(re.findall(pattern, result.err)) == (os.cpu_count() > 1), result.text
+
+
+THREADS = """
+import json, os, subprocess, sys
+import numpy
+import threadpoolctl
+import allred
+from allred import testing
+
+def blas():
+    return max(pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas")
+
+def fork():
+    read, write = os.pipe()
+    if os.fork() == 0:
+        numpy.ones((200, 200)) @ numpy.ones((200, 200))
+        os.write(write, str(blas()).encode())
+        os._exit(0)
+    return int(os.read(read, 100))
+
+def child():
+    code = "import numpy, threadpoolctl; print(threadpoolctl.threadpool_info()[0]['num_threads'])"
+    return int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout)
+
+def variable():
+    return os.environ.get("OMP_NUM_THREADS")
+
+found = {"cores": len(os.sched_getaffinity(0)), "before": blas()}
+testing.threads(2, lambda: None)
+found["threads"] = [blas(), variable()]
+allred.init()
+found |= {"rank": allred.rank(), "in": [blas(), variable(), fork(), child()]}
+allred.shutdown()
+found["after"] = [blas(), variable()]
+os.environ["MKL_NUM_THREADS"] = "7"
+allred.init(banner=False)
+found["user"] = [blas(), variable()]
+allred.shutdown()
+del os.environ["MKL_NUM_THREADS"]
+if found["rank"] == 0:
+    allred.init(comm=[0], banner=False)
+    found["part"] = [blas(), variable()]
+    allred.shutdown()
+allred.init(banner=False)
+with threadpoolctl.threadpool_limits(5, user_api="blas"):  # by the program, which stays
+    os.environ["OMP_NUM_THREADS"] = "6"
+    allred.shutdown()
+    found["changed"] = [blas(), variable()]
+del os.environ["OMP_NUM_THREADS"]
+allred.init(mode="ps", banner=False)
+found["ps"] = [blas(), variable()]
+print(json.dumps(found) + "\\n", end="", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("mpi", "options"), [("mpich", []), ("openmpi", ["--bind-to", "none"]), ("openmpi", [])])
+def test_init_limits_the_threads_to_the_cores_of_a_rank_and_shutdown_restores_them(mpi, options):
+    """3 s. numpy's OpenBLAS starts a thread for each core that it may use."""
+    if (cores := len(os.sched_getaffinity(0))) < 2:
+        pytest.skip("with one core there is nothing to limit")
+    result = run([BIN[mpi] / "mpirun", *options, "-np", 2, BIN[mpi] / "python", "-c", THREADS])
+    assert result.code == 0, result.text
+    ranks = [json.loads(line) for line in result.out.splitlines()]
+    assert sorted(rank["rank"] for rank in ranks) == [0, 1], result.text
+    for rank in ranks:
+        before, most = rank["before"], cores // 2
+        free, limited = [before, None], [min(before, most), str(most)]
+        if rank["cores"] == most:  # bound by Open MPI
+            limited = free
+        assert rank["threads"] == rank["after"] == rank["user"] == free, result.text
+        assert rank["in"] == [*limited, limited[0], limited[0]], result.text
+        assert rank["ps"] == limited, result.text
+        assert rank["changed"] == [5, "6"], result.text
+        assert rank.get("part", limited) == limited, result.text
+    words = f"; BLAS and torch limited to {most} thread{'s' * (most > 1)} per rank\n"
+    assert result.err.count(words) == (limited != free), result.text
+    assert "warning" not in result.err, result.text
 
 
 def test_without_any_mpi_library():

@@ -1,33 +1,37 @@
 """The doctor's findings about cores and memory, from given facts."""
 
 import dataclasses
-import sys
 
 import pytest
 from doctor_facts import GiB, MiB, finding_about, rank_facts, verdicts
 
-from allred.cluster import processors
 from allred.cluster.processors import Cores
 from allred.doctor import host
 from allred.doctor.findings import FAIL, NOTE, OK, WARN, Finding
 
 # ---- cores
 
+OMP = ("OMP_NUM_THREADS",)
 
-def facts_of_cores(allowed, threads=1, quota=None, measured=True):
-    return Cores(frozenset(allowed), 8, quota, threads, "openblas", measured)
+
+def facts_of_cores(allowed, threads=1, quota=None, set_by=()):
+    return Cores(frozenset(allowed), 8, quota, threads, "openblas", set_by=set_by)
 
 
 @pytest.mark.parametrize(
     ("facts", "expected"),
     [
         ([facts_of_cores(range(8))] * 4, {"binding": OK, "cores": OK, "BLAS threads": OK}),
-        ([facts_of_cores(range(8), threads=8)] * 4, {"binding": OK, "cores": OK, "BLAS threads": WARN}),
-        ([facts_of_cores(range(8), threads=8)], {"binding": OK, "cores": OK, "BLAS threads": NOTE}),
+        ([facts_of_cores(range(8), threads=8)] * 4, {"binding": OK, "cores": OK, "BLAS threads": OK}),
+        ([facts_of_cores(range(8), 8, set_by=OMP)] * 4, {"binding": OK, "cores": OK, "BLAS threads": WARN}),
+        ([facts_of_cores(range(8), threads=8)], {"binding": OK, "cores": OK, "BLAS threads": OK}),
         ([facts_of_cores({0}), facts_of_cores({1})], {"binding": OK, "cores": OK, "BLAS threads": OK}),
         ([facts_of_cores({0}), facts_of_cores({0})], {"binding": WARN, "cores": WARN, "BLAS threads": OK}),
         ([facts_of_cores({0, 1}), facts_of_cores({1, 2})], {"binding": WARN, "cores": OK, "BLAS threads": OK}),
-        ([facts_of_cores({0}, 3), facts_of_cores({1, 2, 3}, 1)], {"binding": OK, "cores": OK, "BLAS threads": WARN}),
+        (
+            [facts_of_cores({0}, 3, set_by=OMP), facts_of_cores({1, 2, 3}, 1)],
+            {"binding": OK, "cores": OK, "BLAS threads": WARN},
+        ),
         (
             [facts_of_cores(range(8), 1), facts_of_cores(range(8), 2)],
             {"binding": OK, "cores": OK, "BLAS threads": WARN},
@@ -47,11 +51,13 @@ def test_cores_and_threads(facts, expected):
     assert verdicts(host.diagnose_processors(rank_facts(*facts))) == expected
 
 
-def test_the_remedy_for_too_many_threads_is_the_share_of_a_rank():
-    lines = host.diagnose_processors(rank_facts(*[facts_of_cores(range(8), threads=8)] * 4))
-    found = finding_about(lines, "BLAS threads")
+def test_the_finding_says_what_init_changes_or_who_has_set_the_threads():
+    free, by_user = facts_of_cores(range(8), 8), facts_of_cores(range(8), 8, set_by=OMP)
+    found = finding_about(host.diagnose_processors(rank_facts(*[free] * 4)), "BLAS threads")
+    assert (found.found, found.remedy) == ("8 threads (openblas); init() limits them to 2 threads", "")
+    found = finding_about(host.diagnose_processors(rank_facts(*[by_user] * 4)), "BLAS threads")
     assert found.found == "8 threads (openblas); in total 32 threads on 8 cores of nodeA"
-    assert found.remedy == "export OMP_NUM_THREADS=2 before mpirun"
+    assert found.remedy == "unset OMP_NUM_THREADS before mpirun; init() limits the threads"
 
 
 def test_ranks_of_several_hosts_are_counted_by_host():
@@ -63,15 +69,6 @@ def test_ranks_of_several_hosts_are_counted_by_host():
         finding_about(host.diagnose_processors(rank_facts(*facts, hosts="aaab")), "cores").found
         == "3 ranks on 2 cores of a"
     )
-
-
-def test_a_note_says_that_threadpoolctl_is_missing(monkeypatch):
-    monkeypatch.setitem(sys.modules, "threadpoolctl", None)
-    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "3")
-    facts = processors.own_cores()
-    assert (facts.measured, facts.blas_threads, facts.blas) == (False, 3, "OPENBLAS_NUM_THREADS=3")
-    lines = host.diagnose_processors(rank_facts(dataclasses.replace(facts, allowed=frozenset(range(4)))))
-    assert "pip install 'allred[doctor]'" in next(one.remedy for one in lines if "threadpoolctl" in one.found)
 
 
 # ---- memory

@@ -10,7 +10,6 @@ import time
 
 import pytest
 
-from allred.cluster.processors import own_cores, usable_cores
 from allred.errors import AllredError, ConfigError
 from allred.run import command, host_list, mpirun, restarts, runner
 from allred.run.host_list import HostList
@@ -102,16 +101,6 @@ def test_all_variables_are_forwarded_to_other_hosts_if_asked_for():
 
     assert names({"n1": 1}, True) == ["HOROVOD_TIMELINE", "TOKEN"]
     assert names({"localhost": 1}, True) == names({"n1": 1}, False) == ["HOROVOD_TIMELINE"]
-
-
-def test_threads_of_blas_are_the_cores_of_a_rank_unless_they_are_given():
-    assert set(mpirun.thread_settings(3, {}).values()) == {"3"}
-    assert mpirun.thread_settings(3, {"OMP_NUM_THREADS": "2"}) == {}
-    cores = usable_cores([own_cores()])
-    assert host_list.cores_for_each({"localhost": 1, "a": 5}, {}) == cores
-    assert host_list.cores_for_each({"localhost": cores + 1}, {}) == 1
-    assert host_list.cores_for_each({"198.51.100.1": 1}, {}) == 0
-    assert host_list.cores_for_each({"198.51.100.1": 1}, {"SLURM_CPUS_PER_TASK": "7"}) == 7
 
 
 def test_torchs_variables_name_the_first_host_and_keep_those_of_the_user():

@@ -3,10 +3,7 @@
 import ctypes
 import gc
 import importlib.util
-import os
 import pathlib
-import subprocess
-import sys
 import threading
 import time
 import traceback
@@ -242,20 +239,6 @@ def test_openmp_threads_of_a_tower_are_its_share():
     allred.Towers(count, note)(None, np.zeros(count))
     assert set(seen) == {1}
     assert threads_of("openmp") == before
-
-
-@pytest.mark.parametrize(("threads", "warnings"), [("64", 1), ("1", 0)])
-def test_without_threadpoolctl_too_many_threads_cause_one_warning(threads, warnings):
-    code = (
-        "import sys; sys.modules['threadpoolctl'] = None\n"
-        "import numpy as np, allred\n"
-        "for _ in range(2): print(allred.Towers(2, lambda params, x: (x.mean(), []))(None, np.arange(2))[0])"
-    )
-    environ = {**os.environ, "OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads}
-    result = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60)
-    assert result.stdout == "0.5\n0.5\n", result.stderr
-    assert result.stderr.count("RuntimeWarning: allred: Towers: 2 towers x 64 BLAS threads on ") == warnings
-    assert result.stderr.count("pip install threadpoolctl") == warnings
 
 
 # ---- what goes wrong
