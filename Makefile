@@ -29,7 +29,7 @@ $(error MPI=$(MPI) is not one of mpich, openmpi)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-torch test test-model test-unit test-parallel test-integration test-full test-torch test-slurm test-sge test-kubernetes test-browser test-spark fuzz sanitize cuda test-gpu bench-gpu bench-gpu-host gpu-environment loops bench bench-torch bench-overlap bench-checkpoint lint types api diagram docs format clean
+.PHONY: help demo demo-torch test test-model test-unit test-parallel test-integration test-full test-torch test-slurm test-sge test-kubernetes test-browser test-spark test-install fuzz sanitize cuda test-gpu bench-gpu bench-gpu-host gpu-environment loops bench bench-torch bench-overlap bench-checkpoint lint types api diagram docs format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -87,6 +87,9 @@ test-kubernetes: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## manifests, and the
 test-browser: $(VENV_mpich)/.docs $(VENV_mpich)/.browser ## the site and the live page in headless Chromium (installed with apt-get where root)
 	bash tests/install.sh chromium "chromium chromedriver" chromium chromium-driver
 	$(VENV_mpich)/bin/python -m pytest tests/browser $(T)
+
+test-install: $(VENV_mpich)/.test ## the install commands of the pages in empty environments; T=--full also torch, Spark and tools
+	$(VENV_mpich)/bin/python -m pytest tests/packages $(T)
 
 # Each test goes to the process that is free, except those of an xdist_group.
 test-spark: $(VENV_mpich)/.spark ## Spark: local, local-cluster and standalone (installs pyspark, and Java with apt-get where root)
@@ -194,8 +197,9 @@ api: $(VENV_mpich)/.test ## write docs/api.md from the docstrings, and docs/sett
 	$(VENV_mpich)/bin/python docs/site/write_api.py
 	$(VENV_mpich)/bin/python docs/site/write_settings.py
 
-diagram: $(VENV_mpich)/.test ## draw the imports between packages in docs/architecture.md
+diagram: $(VENV_mpich)/.test ## draw the imports between packages in docs/architecture.md, and docs/pictures
 	$(VENV_mpich)/bin/python docs/site/draw_imports.py
+	$(VENV_mpich)/bin/python docs/site/draw_pictures.py
 
 # Not with --quiet: mkdocs then counts no warnings. The variable is for a notice about mkdocs 2.
 docs: $(VENV_mpich)/.docs ## docs/ as a site in build/site; a warning is an error

@@ -169,7 +169,7 @@ class Config:
     elastic_dir: str = _setting(
         "none",
         "directory of the commits of `hvd.elastic`; `none`: commits are in memory "
-        "(docs/running.md#programs-with-hvdelastic); default under `allred run`: `NAME.commits`",
+        "(docs/from-horovod.md#programs-with-hvdelastic); default under `allred run`: `NAME.commits`",
     )
     job: str = _setting("auto", "name of the job for `allred top`; `auto`: the program and its process id")
     starts: int = _count(1, "how often the job was started", "starts", 1)

@@ -1,7 +1,7 @@
 """Loss against time and against updates in every mode, with three workers of which one is slow: docs/modes.png.
 
     python benchmarks/modes.py              trains in all modes, writes benchmarks/modes.json, draws docs/modes.png
-    python benchmarks/modes.py --draw       only draws; drawing takes pip install 'allred[plots]'
+    python benchmarks/modes.py --draw       only draws; drawing takes pip install matplotlib
     python benchmarks/modes.py --moving     prints how fast the modes are if every worker is slow now and then instead
 
 All modes train the same model on the digits, from the same start, for the same time. A gradient takes a worker

@@ -1,6 +1,6 @@
 """The data feed on Spark against DataFrame.mapInArrow.
 
-    python benchmarks/spark.py                  needs Java and pip install 'allred[mpich,spark]'
+    python benchmarks/spark.py                  needs Java and pip install '/path/to/clone[mpich,spark]'
 
 In turn: mapInArrow with a function that discards its rows, and AllredCluster.train with workers that discard theirs,
 in the same Spark, which has a slot for each worker. The last line is the ratio of the median throughputs.

@@ -13,7 +13,7 @@ The last lines are:
 import cupy as cp
 import digits_sync as cpu  # the same model in numpy
 import numpy as np
-from sklearn.datasets import load_digits
+from sklearn.datasets import load_digits  # pip install scikit-learn
 
 import allred
 

@@ -15,7 +15,7 @@ are, in mode ps after what has passed at the servers ("staleness (updates): 0: .
 import sys
 
 import numpy as np
-from sklearn.datasets import load_digits
+from sklearn.datasets import load_digits  # pip install scikit-learn
 
 import allred
 

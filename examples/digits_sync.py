@@ -11,7 +11,7 @@ The last lines are:
 """
 
 import numpy as np
-from sklearn.datasets import load_digits
+from sklearn.datasets import load_digits  # pip install scikit-learn
 
 import allred
 

@@ -13,8 +13,8 @@ import os
 import signal
 import sys
 
-import torch  # pip install 'allred[torch,examples]'
-from sklearn.datasets import load_digits
+import torch  # pip install torch; the CPU build: docs/install.md
+from sklearn.datasets import load_digits  # pip install scikit-learn
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset

@@ -17,7 +17,7 @@ import time
 
 import mnist_towers
 import numpy as np
-import torch
+import torch  # pip install torch; the CPU build: docs/install.md
 from torch.nn.functional import cross_entropy
 
 import allred

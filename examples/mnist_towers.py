@@ -6,7 +6,7 @@
     python examples/mnist_towers.py --data_dir DIRECTORY         MNIST, from its four files; else scikit-learn's digits
     python examples/mnist_towers.py --checkpoint_dir DIRECTORY   goes on from the newest checkpoint there
 
-It needs torch: pip install 'allred[mpich,examples,torch]'. However the batches are split, there is one set of
+It needs torch: pip install '/path/to/clone[mpich,examples,torch]'. However the batches are split, there is one set of
 parameters, and the losses are the same but for rounding. The lines are like these, and the last one like the last:
 
     step 20, loss = 37.97 (18758.3 examples/sec; 0.005 sec/batch)
@@ -17,8 +17,8 @@ import argparse
 import pathlib
 
 import numpy as np
-import torch
-from sklearn.datasets import load_digits
+import torch  # pip install torch; the CPU build: docs/install.md
+from sklearn.datasets import load_digits  # pip install scikit-learn
 from torch.nn import Conv2d, Flatten, Linear, MaxPool2d, ReLU, Sequential
 from torch.nn.functional import cross_entropy
 

@@ -16,7 +16,7 @@ import time
 
 import numpy as np
 from digits_sync import BATCH, EPOCHS, fit, loss_and_grads, new_parameters
-from sklearn.datasets import load_digits
+from sklearn.datasets import load_digits  # pip install scikit-learn
 
 import allred
 

@@ -10,7 +10,7 @@ The last line is:
 import numpy as np
 from scipy.optimize import minimize
 from scipy.special import expit
-from sklearn.datasets import load_breast_cancer
+from sklearn.datasets import load_breast_cancer  # pip install scikit-learn
 from sklearn.preprocessing import scale
 
 import allred

@@ -3,7 +3,7 @@
     spark-submit --master 'local[2]' examples/spark_digits.py     Spark in this process, two workers
     spark-submit --master ... examples/spark_digits.py /shared    a cluster; /shared: a directory that all nodes share
 
-It needs Java and pip install 'allred[mpich,spark,examples]'. The last line is
+It needs Java and pip install '/path/to/clone[mpich,spark,examples]'. The last line is
 
     test accuracy: 0.9...
 """
@@ -12,7 +12,7 @@ import sys
 import tempfile
 
 from pyspark.sql import SparkSession
-from sklearn.datasets import load_digits
+from sklearn.datasets import load_digits  # pip install scikit-learn
 
 from allred.spark.ml import AllredEstimator
 

@@ -4,7 +4,7 @@
     spark-submit --master ... examples/spark_parameter_server.py /shared   a cluster with three slots; /shared: a
                                                                            directory that all nodes share
 
-It needs Java and pip install 'allred[mpich,spark]'. The last line is
+It needs Java and pip install '/path/to/clone[mpich,spark]'. The last line is
 
     found [1. 2. 3. 4.] at step ...
 """

@@ -9,9 +9,9 @@ The last line is:
     test accuracy: 0.9...
 """
 
-import torch  # pip install 'allred[torch,examples]'
+import torch  # pip install torch; the CPU build: docs/install.md
 import torch.distributed as dist
-from sklearn.datasets import load_digits
+from sklearn.datasets import load_digits  # pip install scikit-learn
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel

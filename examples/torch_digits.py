@@ -8,8 +8,8 @@ Each rank reads its share of each global batch. The last line is:
     test accuracy: 0.9...
 """
 
-import torch  # pip install 'allred[torch,examples]'
-from sklearn.datasets import load_digits
+import torch  # pip install torch; the CPU build: docs/install.md
+from sklearn.datasets import load_digits  # pip install scikit-learn
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset

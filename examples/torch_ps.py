@@ -8,8 +8,8 @@ ALLRED_CONSISTENCY is async, bounded or sync. The servers run the torch optimize
     test accuracy: 0.9...
 """
 
-import torch  # pip install 'allred[torch,examples]'
-from sklearn.datasets import load_digits
+import torch  # pip install torch; the CPU build: docs/install.md
+from sklearn.datasets import load_digits  # pip install scikit-learn
 from torch import nn
 from torch.nn.functional import cross_entropy
 

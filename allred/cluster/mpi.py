@@ -73,7 +73,7 @@ def _module() -> Any:
             return None
         raise ConfigError(
             f"{launched} processes were launched, but mpi4py cannot load an MPI library ({error}); install the MPI of "
-            "your launcher into this environment, for example: pip install 'allred[mpich]'"
+            "your launcher into this environment, for example: pip install mpich"
         ) from None
     return MPI
 

@@ -57,7 +57,7 @@ def plan(facts: Sequence[TransportFacts], config: Config) -> Choice:
     if wanted == "single" and len(facts) > 1:
         raise ConfigError(f"backend 'single' is for one rank, but there are {len(facts)}; use auto, shm or mpi")
     if wanted in ("mpi", "shm") and not facts[0].has_mpi:
-        raise ConfigError(f"backend '{wanted}' needs an MPI, but none could be loaded; pip install 'allred[mpich]'")
+        raise ConfigError(f"backend '{wanted}' needs an MPI, but none could be loaded; pip install mpich")
     if wanted == "shm" and lacking:
         raise ConfigError(
             f"backend 'shm' needs the C extension, but {lacking} does not have it (python -m allred.native shows the "

@@ -39,7 +39,7 @@ def google_crc32c() -> Any:
     try:
         return importlib.import_module("google_crc32c")
     except ImportError as error:
-        raise ImportError(f"TFRecord files need google-crc32c: pip install 'allred[tfrecord]' ({error})") from error
+        raise ImportError(f"TFRecord files need google-crc32c: pip install google-crc32c protobuf ({error})") from error
 
 
 def masked_crc32c(data: bytes) -> int:
@@ -263,7 +263,7 @@ def _protobuf() -> tuple[Any, type[Exception]]:
         from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory
     except ImportError as error:
         raise ImportError(
-            f"example() and make_example() need Google's protobuf: pip install 'allred[tfrecord]' ({error})"
+            f"example() and make_example() need Google's protobuf: pip install google-crc32c protobuf ({error})"
         ) from error
     types = descriptor_pb2.FieldDescriptorProto
     file = descriptor_pb2.FileDescriptorProto(name="allred_example.proto", package="allred", syntax="proto3")

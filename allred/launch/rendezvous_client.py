@@ -342,7 +342,7 @@ def _mpi() -> tuple[str, str]:
     if not library or library.startswith("Open MPI"):
         return library, (
             f"tasks that mpirun has not started need MPICH, and this Python has {library or 'no MPI'}: "
-            "pip install 'allred[mpich]', or use mpirun"
+            "pip install mpich, or use mpirun"
         )
     if native.arm_exit is None:
         return library, f"tasks that mpirun has not started need allred's C extension: {native.reason}"

@@ -84,7 +84,7 @@ def main(job: str, address: str) -> None:
     try:
         from prometheus_client import CollectorRegistry, start_http_server
     except ImportError:
-        return print("prometheus-client is missing: pip install 'allred[metrics]'", flush=True)
+        return print("prometheus-client is missing: pip install prometheus-client", flush=True)
     try:
         host, port = parse_address(address)
         connection, lifeline = open_job(job), open_job(job)

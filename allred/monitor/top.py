@@ -50,7 +50,7 @@ def show(job: Connection) -> int:
         from rich.console import Console
         from rich.live import Live
     except ImportError:
-        return fail("python -m allred top needs rich: pip install 'allred[progress]'; or add --json", 1)
+        return fail("python -m allred top needs rich: pip install rich; or add --json", 1)
     console = Console(width=None if sys.stdout.isatty() else 160)
     tables = _tables(job)
     if not console.is_terminal:

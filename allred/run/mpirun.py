@@ -46,7 +46,7 @@ def find() -> Launcher:
     library, _ = mpi.load_library()
     if not library:
         raise ConfigError(
-            f"mpi4py of {sys.executable} finds no MPI library; pip install 'allred[mpich]', or load your site's MPI"
+            f"mpi4py of {sys.executable} finds no MPI library; pip install mpich, or load your site's MPI"
         )
     path = launcher.mpirun_of(library)
     if not path:

@@ -24,7 +24,8 @@ try:
     import pyspark  # noqa: F401
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"allred.spark.ml needs {error.name}, and {sys.executable} has none: pip install 'allred[spark]'",
+        f"allred.spark.ml needs {error.name}, and {sys.executable} has none: "
+        "pip install pyspark pyarrow 'pandas<3' cloudpickle",
         name=error.name,
     ) from None
 

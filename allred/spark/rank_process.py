@@ -72,7 +72,8 @@ def check_installed(where: str) -> None:
     if missing:
         raise ConfigError(
             f"allred.spark needs {', '.join(missing)}, which the Python {where} ({sys.executable}) does not have; "
-            "pip install 'allred[spark]' there, or set PYSPARK_PYTHON to a Python that has it"
+            "install them there (pip install pyspark pyarrow 'pandas<3' cloudpickle), or set PYSPARK_PYTHON to a "
+            "Python that has them"
         )
 
 

@@ -87,7 +87,7 @@ def _words(launcher: Word | Sequence[Word]) -> list[Word]:
 def _default_mpirun() -> str:
     if found := launcher.mpirun_next_to_python() or launcher.mpirun_on_path():
         return found
-    raise FileNotFoundError("no mpirun next to this Python or on PATH; pip install 'allred[mpich]', or pass mpirun=...")
+    raise FileNotFoundError("no mpirun next to this Python or on PATH; pip install mpich, or pass mpirun=...")
 
 
 def run(

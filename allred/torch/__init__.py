@@ -16,7 +16,9 @@ except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
     raise ModuleNotFoundError(
-        f"allred.torch needs PyTorch, and {sys.executable} has none: pip install 'allred[torch]'", name="torch"
+        f"allred.torch needs PyTorch, and {sys.executable} has none: pip install torch ml_dtypes "
+        "(the CPU build: docs/install.md)",
+        name="torch",
     ) from None
 
 import _allred_torch

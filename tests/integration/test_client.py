@@ -184,7 +184,7 @@ def test_without_cloudpickle_a_function_has_to_be_importable_there_and_one_that_
     said = found["client", 0].out
     assert "\n3\n/job:worker/task:0 cannot load mine (AttributeError: " in said, text(found)
     assert "session.run(<lambda>) on /job:worker/task:0: the function, or an argument, cannot be sent (" in said
-    assert said.count("pip install 'allred[client]'") == 2, text(found)
+    assert said.count("pip install cloudpickle") == 2, text(found)
     check_named(found, 0, "exit", r"failed with exit code 3: sys.exit\(3\)")
 
 

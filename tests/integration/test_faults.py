@@ -4,7 +4,8 @@ import re
 import sys
 
 import pytest
-from harness import BIN, MPIS, OPENMPI, ROOT, mpirun, run
+from harness import BIN, MPIS, OPENMPI, mpirun, run
+from page_blocks import programs
 
 from allred import testing
 
@@ -30,20 +31,15 @@ def train(fault, place):
     return TRAIN.format(**words)
 
 
-def example():
-    """train.py and test_train.py of docs/testing.md."""
-    page = (ROOT / "docs/testing.md").read_text()
-    return re.findall(r"```python\n(.*?)```", page, re.DOTALL)[:2]
-
-
 @pytest.mark.parametrize("mpi", MPIS)
 def test_the_example_of_the_page(mpi, tmp_path):
-    train, test = example()
+    train, test, threads = programs("testing.md")
+    (tmp_path / "test_threads.py").write_text(threads)
     for name, step in (("fails", 3), ("ends_well", 6)):
         (tmp_path / f"train_{name}.py").write_text(train.replace("step=3", f"step={step}"))
         (tmp_path / f"test_{name}.py").write_text(test.replace("train.py", f"train_{name}.py"))
     result = run([BIN[mpi] / "python", "-m", "pytest", "--color=no"], cwd=tmp_path)
-    assert "1 failed, 1 passed" in result.out, result.text
+    assert "1 failed, 2 passed" in result.out, result.text
     assert "FAILED test_ends_well.py" in result.out, result.text
     assert "exit code 0 after" in result.out, result.text
 

@@ -4,19 +4,9 @@ import re
 
 import pytest
 from harness import ROOT, mpirun, python
+from page_blocks import blocks, programs
 
 PS = {"ALLRED_MODE": "ps"}
-
-
-def blocks(page, language):
-    """Return the code blocks of a page in docs/."""
-    text = (ROOT / "docs" / page).read_text()
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-
-
-def programs(page):
-    """Return the programs of a page without torch; tests/pytorch runs the others."""
-    return [block for block in blocks(page, "python") if "import torch" not in block]
 
 
 def words(text):
@@ -24,10 +14,10 @@ def words(text):
     return " ".join(text.split())
 
 
-PAGES = {  # a page whose only program is run, and the first words that it prints
-    "../README.md": "found [1. 2. 3. 4.]\n",
-    "index.md": "found [1. 2. 3. 4.] [5.]\n",
-    "precision.md": "found [1. 2. 3. 4.]\n",
+PAGES = {  # a page, and what its programs print. The program of index.md is that of README.md (unit/test_docs_pages.py)
+    "../README.md": ["found [1. 2. 3. 4.]\n"],
+    "precision.md": ["found [1. 2. 3. 4.]\n"],
+    "data.md": ["found [1. 2. 3. 4.]\n", "10000 rows of shape (28, 28)\n"],
 }
 ALL = """
 import runpy, sys
@@ -39,26 +29,28 @@ for file in sys.argv[1:]:
 """
 
 
-def program_files(directory):
-    """Write the program of each page into a file."""
-    files = {page: directory / f"{number}.py" for number, page in enumerate(PAGES)}
-    for page, file in files.items():
-        [program] = programs(page)
+def program_files(directory, pages=PAGES):
+    """Write the programs of the pages into files. Return the files and what they print."""
+    found = [program for page in pages for program in programs(page)]
+    printed = [text for page in pages for text in PAGES[page]]
+    files = [directory / f"{number}.py" for number in range(len(printed))]
+    for file, program in zip(files, found, strict=True):
         file.write_text(program)
-    return files
+    return files, "".join(printed)
 
 
 @pytest.mark.parametrize("run", [
-    lambda *words: python(*words),
-    lambda *words: mpirun(2, *words),
-    pytest.param(lambda *words: mpirun(2, *words, mpi="openmpi"), marks=pytest.mark.full),
-    pytest.param(lambda *words: mpirun(4, *words), marks=pytest.mark.full),
+    lambda *words, **kwargs: python(*words, **kwargs),
+    lambda *words, **kwargs: mpirun(2, *words, **kwargs),
+    pytest.param(lambda *words, **kwargs: mpirun(2, *words, mpi="openmpi", **kwargs), marks=pytest.mark.full),
+    pytest.param(lambda *words, **kwargs: mpirun(4, *words, **kwargs), marks=pytest.mark.full),
 ], ids=["alone", "mpich", "openmpi", "4 ranks"])  # fmt: skip
-def test_readme_and_getting_started_and_precision(run, tmp_path):
+def test_readme_and_precision_and_data(run, tmp_path):
     """All programs in one job."""
-    result = run("-c", ALL, *program_files(tmp_path).values())
-    assert (result.code, result.out) == (0, "".join(PAGES.values())), result.text
-    assert len((tmp_path / "0.py").read_text().splitlines()) <= 15
+    files, printed = program_files(tmp_path)
+    result = run("-c", ALL, *files, cwd=tmp_path)
+    assert (result.code, result.out) == (0, printed), result.text
+    assert len(files[0].read_text().splitlines()) <= 16
 
 
 FROM_MPI4PY = [
@@ -86,24 +78,28 @@ def test_from_mpi4py(ranks, mpi, tmp_path):
     assert (result.code, sorted(result.out.splitlines())) == (0, sorted(FROM_MPI4PY)), result.text
 
 
-@pytest.mark.parametrize("page", ["../README.md", "precision.md", pytest.param("index.md", marks=pytest.mark.full)])
+@pytest.mark.parametrize("page", ["../README.md", pytest.param("precision.md", marks=pytest.mark.full)])
 def test_the_same_programs_with_a_parameter_server(page, tmp_path):
-    result = mpirun(2, program_files(tmp_path)[page], env=PS)
-    assert (result.code, result.out) == (0, PAGES[page]), result.text
+    [file], printed = program_files(tmp_path, [page])
+    result = mpirun(2, file, env=PS)
+    assert (result.code, result.out) == (0, printed), result.text
 
 
-def test_the_banner(tmp_path):
+def test_the_output_that_the_start_page_shows(tmp_path):
     [shown] = blocks("index.md", "text")
-    result = mpirun(4, program_files(tmp_path)["index.md"], env={"OMP_NUM_THREADS": "1"})
-    assert (result.code, result.out) == (0, PAGES["index.md"]), result.text
-    printed = [line for line in result.err.splitlines() if "warning: 4 ranks with" not in line]  # on fewer cores
-    printed = words("\n".join(printed))
+    file = tmp_path / "train.py"
+    [program] = programs("index.md")
+    file.write_text(program)
+    result = mpirun(4, file, env={"OMP_NUM_THREADS": "1"})
+    lines = [line for line in result.err.splitlines() if "warning: 4 ranks with" not in line]  # on fewer cores
+    printed = words("\n".join([*lines, result.out]))
+    assert result.code == 0, result.text
     assert re.sub(r"on \S+;|MPICH [\d.]+", "", printed) == re.sub(r"on \S+;|MPICH [\d.]+", "", words(shown))
 
 
 def test_sessions(tmp_path):
-    program, hook, *more = programs("sessions.md")
-    assert not more
+    [program] = programs("sessions.md")
+    _, hook = blocks("sessions.md", "python")
     file, directory = tmp_path / "train.py", tmp_path / "checkpoints"
     with_hook = program.replace("max_steps=150", "max_steps=150, hooks=[Best()]")
     file.write_text(with_hook.replace("allred.init()", f"{hook}\nallred.init()"))

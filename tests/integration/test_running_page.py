@@ -6,7 +6,7 @@ import re
 import pytest
 from harness import BIN, MPIS, ROOT, run
 from hosts import hosts
-from test_pages import programs
+from page_blocks import programs
 
 PAGE = (ROOT / "docs/running.md").read_text()
 COMMANDS = re.findall(r"^```sh\n(.*?)\n```$", PAGE, flags=re.MULTILINE | re.DOTALL)

@@ -16,7 +16,7 @@ import pytest
 TESTS = Path(__file__).parents[1]
 sys.path += [str(TESTS / "integration")]
 
-pytest.importorskip("pyspark", reason="pip install 'allred[spark]'")
+pytest.importorskip("pyspark", reason="pip install pyspark pyarrow 'pandas<3' cloudpickle")
 if shutil.which("java") is None:
     pytest.skip("Spark needs Java: apt-get install openjdk-17-jre-headless", allow_module_level=True)
 

@@ -10,6 +10,7 @@ import cloudpickle
 import numpy as np
 import pytest
 from harness import ROOT
+from page_blocks import programs
 from pyspark.ml import Pipeline, PipelineModel
 
 import allred
@@ -162,13 +163,9 @@ def test_a_failing_map_fun(frame):
         AllredEstimator(fail).setExportDir("/x").fit(frame)
 
 
-def blocks(page):
-    return re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / page).read_text(), flags=re.MULTILINE | re.DOTALL)
-
-
 def test_the_programs_of_the_page(spark, capsys, tmp_path):
     printed = ["[(0, [0.5, 0.5, 0.5]), (1, [0.5, 0.5, 0.5])]\n", "rows: 3000\n"]
-    for program, expected in zip(blocks("spark.md"), printed, strict=True):
+    for program, expected in zip(programs("spark.md"), printed, strict=True):
         (tmp_path / "program.py").write_text(program.replace("/tmp/", f"{tmp_path}/"))
         runpy.run_path(str(tmp_path / "program.py"), run_name="__main__")
         assert capsys.readouterr().out == expected

@@ -272,7 +272,7 @@ def test_defaults():
         ("torch --width 0", "--width must be at least 1, got 0"),
         ("torch --batches 4,x", "--batches: expected numbers of at least 1, such as 4,32, got '4,x'"),
         ("torch --tensors resnet", "unknown set 'resnet'; choose from resnet50, transformer, small, tiny"),
-        ("torch", "bench torch needs PyTorch: pip install 'allred[torch]'"),
+        ("torch", "bench torch needs PyTorch: pip install torch ml_dtypes (the CPU build: docs/install.md)"),
         ("", "the following arguments are required: allreduce|fused|ps|torch|data|step|start"),
     ],
 )

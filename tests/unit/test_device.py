@@ -93,5 +93,5 @@ def test_arrays_travel_from_where_they_lie():
 def test_without_cloudpickle_functions_are_sent_by_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     assert unpack(pack(np.add, "it")) is np.add
-    with pytest.raises(InputError, match=r"the function cannot be sent .*pip install 'allred\[client\]'"):
+    with pytest.raises(InputError, match=r"the function cannot be sent .*pip install cloudpickle"):
         pack(lambda: 1, "the function")

@@ -154,7 +154,7 @@ def test_without_gpus_there_is_no_message(gpus, backend):
             (
                 ranks("0", has_mpi=False),
                 {"backend": name},
-                f"backend '{name}' needs an MPI, but none could be loaded; pip install 'allred[mpich]'",
+                f"backend '{name}' needs an MPI, but none could be loaded; pip install mpich",
             )
             for name in ("mpi", "shm")
         ),

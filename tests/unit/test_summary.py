@@ -27,7 +27,7 @@ def lines(path, name="scalars"):
 
 
 def accumulated(path):
-    pytest.importorskip("tensorboard", reason="needs the package tensorboard: pip install 'allred[tensorboard]'")
+    pytest.importorskip("tensorboard", reason="needs the package tensorboard: pip install tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     return EventAccumulator(str(path), size_guidance={"scalars": 0, "histograms": 0}).Reload()
@@ -131,7 +131,7 @@ def test_histograms_of_all_dtypes(dtype, shape):
 
 
 def test_histograms_are_those_that_tensorboard_makes():
-    pytest.importorskip("tensorboard", reason="needs the package tensorboard: pip install 'allred[tensorboard]'")
+    pytest.importorskip("tensorboard", reason="needs the package tensorboard: pip install tensorboard")
     from tensorboard.plugins.histogram.summary_v2 import histogram_pb
     from tensorboard.util.tensor_util import make_ndarray
 

@@ -4,7 +4,7 @@
 2  horovodrun, as a process, starts function_rank.py as ranks; each of them writes its outcome to a file there
 3  the results are returned in rank order, or the exception of the first rank that failed is raised
 
-The function is pickled by value with cloudpickle (allred[client]); without it the ranks must be able to import it.
+The function is pickled by value with cloudpickle (extra client); without it the ranks must be able to import it.
 """
 
 import contextlib
