@@ -84,7 +84,7 @@ test-kubernetes: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## manifests, and the
 	bash tests/install.sh ssh "ssh sshd" openssh-client openssh-server
 	$(VENV_mpich)/bin/python -m pytest tests/kubernetes $(T)
 
-test-browser: $(VENV_mpich)/.docs $(VENV_mpich)/.browser ## the site and the live page in headless Chromium (installed with apt-get where root)
+test-browser: docs $(VENV_mpich)/.browser ## the site and the live page in headless Chromium (installed with apt-get where root)
 	bash tests/install.sh chromium "chromium chromedriver" chromium chromium-driver
 	$(VENV_mpich)/bin/python -m pytest tests/browser $(T)
 
