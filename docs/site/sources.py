@@ -74,5 +74,6 @@ def on_page_markdown(markdown, page, config, files):
 def on_post_template(output_content, template_name, config):
     """The page for an unknown address: relative addresses, so that the site may lie in a folder of a server."""
     if template_name == "404.html":
-        return re.sub(r'(href|src)="/(?!/)', r'\1="', output_content).replace('"base": "/"', '"base": "."')
+        relative = re.sub(r'(href|src)="/(?!/)', r'\1="', output_content)
+        return relative.replace('"base": "/"', '"base": "."').replace('"search": "/', '"search": "')
     return output_content
