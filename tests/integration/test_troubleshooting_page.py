@@ -1,11 +1,11 @@
-"""docs/troubleshooting.md: each message of the page is printed by a program that makes the mistake. About 15 s."""
+"""docs/troubleshooting.md: each message of the page is printed by a program that makes the mistake. About 10 s."""
 
 import os
 import re
 import socket
 
 import pytest
-from harness import BIN, mpirun, python, run
+from harness import BIN, full, mpirun, python, run
 from test_pages import blocks, words
 
 MESSAGES = [words(text) for text in blocks("troubleshooting.md", "text")]
@@ -173,7 +173,7 @@ for batch in range(3 + allred.rank()):
         ("a rank sleeps", HANG),
         ("a rank raises", RAISES),
         ("a rank is killed", KILLED),
-        ("a rank has one batch more", UNEVEN),
+        pytest.param("a rank has one batch more", UNEVEN, marks=full),
     ],
 )
 def test_the_job_ends(name, program, tmp_path):
@@ -219,6 +219,7 @@ allred.Server(cluster, "worker", 0)
 WAIT = "import time; time.sleep(1)\n"  # until the process of the metrics has tried its port
 
 
+@full
 def test_busy_ports(tmp_path):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
