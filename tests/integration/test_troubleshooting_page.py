@@ -6,7 +6,8 @@ import socket
 
 import pytest
 from harness import BIN, full, mpirun, python, run
-from test_pages import blocks, words
+from page_blocks import blocks
+from test_pages import words
 
 MESSAGES = [words(text) for text in blocks("troubleshooting.md", "text")]
 ONE = {"OMP_NUM_THREADS": "1"}

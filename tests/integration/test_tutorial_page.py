@@ -10,7 +10,8 @@ import time
 
 import pytest
 from harness import BIN, ROOT, environment, full, mpirun, python, run
-from test_pages import ALL, blocks, words
+from page_blocks import blocks, programs
+from test_pages import ALL, words
 
 ONE = {"OMP_NUM_THREADS": "1"}
 ALLRED_RUN = [BIN["mpich"] / "allred", "run", "-np", 4]
@@ -18,8 +19,7 @@ ALLRED_RUN = [BIN["mpich"] / "allred", "run", "-np", 4]
 
 def complete(page):
     """Return the complete programs of a page without torch, and its texts."""
-    found = [block for block in blocks(page, "python") if not block.startswith("# Part of a program")]
-    return [block for block in found if "import torch" not in block], blocks(page, "text")
+    return programs(page), blocks(page, "text")
 
 
 TUTORIAL, EVALUATION, LOGGING = complete("tutorial.md"), complete("evaluation.md"), complete("logging.md")
