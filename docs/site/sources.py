@@ -1,4 +1,4 @@
-"""Hook of mkdocs: links to files of the project outside docs/ (../examples/x.py), as on GitHub; version and address.
+"""Hook of mkdocs: links to files of the project outside docs/ (../examples/x.py), as on GitHub; version, address, code.
 
 Each such file becomes a page under project/, with links to the pages that link to it. The search leaves these out. A
 link to a file that does not exist is not changed, and is a warning.
@@ -69,6 +69,15 @@ def on_page_markdown(markdown, page, config, files):
         return f"]({posixpath.relpath(here.src_uri, posixpath.dirname(page.file.src_uri) or '.')})"
 
     return LINK.sub(link, markdown)
+
+
+def on_page_content(html, page, config, files):
+    """In code within a line, words such as --hosts do not break at a hyphen, if they fit on a narrow screen."""
+
+    def unbroken(found):
+        return re.sub(r"(?<!\S)(?=\S*-)[^\s<]{2,30}(?!\S)", r'<span class="word">\g<0></span>', found[0])
+
+    return re.sub(r"(?<=<code>)[^<]+(?=</code>)", unbroken, html)
 
 
 def on_post_template(output_content, template_name, config):

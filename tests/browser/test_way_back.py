@@ -6,6 +6,8 @@ from pathlib import Path
 import pages
 import pytest
 
+WebDriverWait = pytest.importorskip("selenium.webdriver.support.ui").WebDriverWait
+
 SITE = Path(__file__).parents[2] / "build/site"  # `make test-browser` builds it
 
 
@@ -15,8 +17,9 @@ def address(serve):
 
 
 def links(browser, selector):
+    """Wait until the page has such links, and return their addresses."""
     script = "return [...document.querySelectorAll(arguments[0])].map(each => each.href)"
-    return browser.execute_script(script, selector)
+    return WebDriverWait(browser, 10).until(lambda _: browser.execute_script(script, selector))
 
 
 def test_the_page_of_an_example_leads_back_to_all_examples(browser, address):
