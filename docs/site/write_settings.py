@@ -56,7 +56,7 @@ def linked(text):
     >>> linked("when gradients are applied (docs/modes.md#measured)")
     'when gradients are applied ([Modes](modes.md#measured))'
     """
-    return re.sub(r"docs/((\w+)\.md(#[\w-]+)?)", lambda found: f"[{title(found[2])}]({found[1]})", text)
+    return re.sub(r"docs/(([\w-]+)\.md(#[\w-]+)?)", lambda found: f"[{title(found[2])}]({found[1]})", text)
 
 
 def title(stem):
