@@ -14,7 +14,8 @@ class Values(NamedTuple):
 
     step: the global step. in_step: 1 while the rank is in opt.step, else 0. seconds: of training: a step
     lasts from the end of the step before to its own end. waiting_s: until other ranks arrived; mode ps: with the
-    servers. communicating_s: without these waits. staleness: mode ps, sum over the gradients.
+    servers. communicating_s: without these waits. The rest of `seconds` is computing (`shares`). staleness: mode ps,
+    sum over the gradients.
     """
 
     step: float = 0
@@ -25,7 +26,6 @@ class Values(NamedTuple):
     seconds: float = 0
     waiting_s: float = 0
     communicating_s: float = 0
-    updating_s: float = 0
     bytes: float = 0
     dropped: float = 0
     staleness: float = 0
@@ -35,8 +35,34 @@ _FIELDS = Values._fields
 _STEP, _STEPS, _IN_STEP, _SKIPPED, _EXAMPLES, _SECONDS = map(
     _FIELDS.index, ("step", "steps", "in_step", "skipped", "examples", "seconds")
 )
-_WAITING, _COMMUNICATING, _UPDATING = map(_FIELDS.index, ("waiting_s", "communicating_s", "updating_s"))
+_WAITING, _COMMUNICATING = map(_FIELDS.index, ("waiting_s", "communicating_s"))
 _BYTES, _DROPPED, _STALENESS = map(_FIELDS.index, ("bytes", "dropped", "staleness"))
+
+
+class Shares(NamedTuple):
+    """The parts of a rank's time, whose sum is 1. computing: all that is not one of the others, also updates and input.
+    waiting: until other ranks arrived; mode ps: with the servers. communicating: without these waits."""
+
+    computing: float
+    waiting: float
+    communicating: float
+
+    def __str__(self) -> str:
+        waiting, communicating = round(100 * self.waiting), round(100 * self.communicating)
+        computing = max(0, 100 - waiting - communicating)
+        return f"{computing} % computing, {waiting} % waiting, {communicating} % communicating"
+
+
+def shares(seconds: float, waiting_s: float, communicating_s: float) -> Shares | None:
+    """Return the shares of a time in which a rank has waited and communicated; None if the time is 0.
+
+    >>> print(shares(4.0, waiting_s=1.5, communicating_s=0.1))
+    60 % computing, 38 % waiting, 2 % communicating
+    """
+    total = max(seconds, waiting_s + communicating_s)  # they are measured by several clocks
+    if total <= 0:
+        return None
+    return Shares((total - waiting_s - communicating_s) / total, waiting_s / total, communicating_s / total)
 
 
 class Counters:
@@ -61,13 +87,17 @@ class Counters:
         self._values = shared
         return descriptor
 
+    @property
+    def times(self) -> tuple[float, float]:
+        """waiting_s and communicating_s of all steps."""
+        return self._values[_WAITING], self._values[_COMMUNICATING]
+
     def begin_step(self) -> None:
         self._values[_IN_STEP] = 1.0
 
     def end_step(
-        self, step: int, samples: int, seconds: float, waiting_s: float, communicating_s: float, updating_s: float,
-        nbytes: int,
-    ) -> None:  # fmt: skip
+        self, step: int, samples: int, seconds: float, waiting_s: float, communicating_s: float, nbytes: int
+    ) -> None:
         """Count a step. step: the global step; the others: see `Values`, of this step only. samples: of this rank."""
         values = self._values
         values[_STEP] = step
@@ -76,7 +106,6 @@ class Counters:
         values[_SECONDS] += seconds
         values[_WAITING] += waiting_s
         values[_COMMUNICATING] += communicating_s
-        values[_UPDATING] += updating_s
         values[_BYTES] += nbytes
         values[_IN_STEP] = 0.0
 

@@ -180,11 +180,6 @@ class SessionSupport(ABC):
     def update_interrupted(self) -> bool:
         """Whether an exception has interrupted an update, so that the parameters belong to no step."""
 
-    @property
-    @abstractmethod
-    def waited_s(self) -> float:
-        """Seconds that this rank has spent in communication."""
-
     @abstractmethod
     def latest_step(self) -> int:
         """Return the current global step. Mode ps: a request to the servers."""

@@ -15,6 +15,7 @@ from allred import arena, arrays, log, nest, world
 from allred.arrays import Array
 from allred.comm import functions
 from allred.comm.arguments import memory_conflicts
+from allred.counters import shares
 from allred.errors import AllredError, CollectiveTimeout, DriftError, InputError, NonFiniteError, ShutdownError
 from allred.fusion import Tensor
 from allred.modes import ps_payload
@@ -49,7 +50,7 @@ class PsMode(Mode):
 
     is_lockstep = False
     skipped = 0
-    waited_s = 0.0
+    _waiting_s = 0.0
 
     def __init__(self, optimizer: Any, options: StepOptions, clipper: Clipper, meta: dict[str, str]) -> None:
         self._optimizer, self._options, self._clipper, self._meta = optimizer, options, clipper, meta
@@ -231,9 +232,9 @@ class PsMode(Mode):
         """Count a step that began at `start`."""
         end = time.perf_counter()
         since_s = end - (self._ended_at or start)
-        world.current().counters.end_step(self.global_step, samples or 0, since_s, end - start, 0.0, 0.0, nbytes)
+        world.current().counters.end_step(self.global_step, samples or 0, since_s, end - start, 0.0, nbytes)
         self._ended_at = end
-        self.waited_s += end - start
+        self._waiting_s += end - start
 
     def _send_hyperparameters(self, client: "Client") -> None:
         """Send the hyperparameters if the program has changed them, as a torch scheduler does."""
@@ -372,7 +373,7 @@ class PsMode(Mode):
         if self._steps:
             speed = (
                 f"{self._steps} steps of this worker in {seconds:.2f} s: {self._steps / seconds:.1f} steps/s; of a "
-                f"step {100 * self.waited_s / seconds:.0f} % with the servers"
+                f"step {shares(seconds, self._waiting_s, 0.0)} (waiting: with the servers)"
             )
         skipped = f"\nskipped: {self.skipped} steps with gradients that were not finite" if self.skipped else ""
         gradients = ""

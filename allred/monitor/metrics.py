@@ -22,7 +22,7 @@ _SUMS = {
     "allred_dropped_gradients": ("dropped", "Mode ps: gradients that the servers dropped"),
     "allred_staleness_sum": ("staleness", "Mode ps: sum of the staleness of the gradients"),
 }
-_PHASES = {"waiting": "waiting_s", "communicating": "communicating_s", "updating": "updating_s"}
+_PHASES = {"waiting": "waiting_s", "communicating": "communicating_s"}
 
 
 class Collector:

@@ -316,6 +316,9 @@ class StepCounter(Hook):
 class Summary(Hook):
     """Writes logged values and throughput as JSON lines, and as TensorBoard's event files where it is installed.
 
+    Throughput is "time/examples_per_sec", of all ranks, and the parts of the chief's time, whose sum is 1:
+    "time/computing", "time/waiting" (until other ranks arrived; mode ps: with the servers) and "time/communicating".
+
     directory: the directory of the files. every_steps: steps between scalars; or every_secs, seconds by the chief's
     clock. histogram_steps: steps between histograms of the parameters and of the nests given to `session.watch`; None:
     no histograms. Raises InputError for numbers < 1 and a directory that cannot be written.
@@ -352,9 +355,10 @@ class Summary(Hook):
         step, now, rates = session.step, time.monotonic(), session.rates
         if self._scalars.due(step) if self._secs is None else now >= self._next_at:
             self._next_at = now + (self._secs or 0.0)
-            throughput = {"examples_per_sec": rates.examples_per_s, "communication_share": rates.communication_share}
-            known = {name: value for name, value in throughput.items() if value is not None}
-            self._writer.scalars(step, {**values, **known})
+            times = {} if rates.shares is None else rates.shares._asdict()
+            if rates.examples_per_s is not None:
+                times["examples_per_sec"] = rates.examples_per_s
+            self._writer.scalars(step, {**values, **{f"time/{name}": value for name, value in times.items()}})
         if self._histograms is not None and self._histograms.due(step):
             for title, tree in {"parameters": session.params, **session.watched}.items():
                 for name, leaf in nest.leaves(tree):

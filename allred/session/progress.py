@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TextIO
 
+from allred.counters import Shares, shares
 from allred.watch import process_state
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ class _Interval(NamedTuple):
     seconds: float = 0.0
     steps: int = 0
     examples: int = 0
-    waited_s: float = 0.0
+    waiting_s: float = 0.0
+    communicating_s: float = 0.0
 
 
 class Rates:
@@ -52,9 +54,11 @@ class Rates:
     >>> now = iter([0.0, 0.5, 1.0])
     >>> rates = Rates(clock=lambda: next(now))
     >>> for step in (1, 2, 3):
-    ...     rates.record(step, examples=64, waited_s=0.125)
-    >>> rates.examples_per_s, rates.s_per_batch, rates.communication_share, rates.eta_s(max_steps=13)
-    (128.0, 0.5, 0.25, 5.0)
+    ...     rates.record(step, examples=64, waiting_s=0.25, communicating_s=0.125)
+    >>> rates.examples_per_s, rates.s_per_batch, rates.eta_s(max_steps=13)
+    (128.0, 0.5, 5.0)
+    >>> rates.shares
+    Shares(computing=0.25, waiting=0.5, communicating=0.25)
     """
 
     def __init__(self, window_s: float = 10.0, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -65,19 +69,20 @@ class Rates:
         self._step = 0
         self._since: float | None = None  # the end of the previous step; None after a pause
 
-    def record(self, step: int, examples: int, waited_s: float = 0.0) -> None:
+    def record(self, step: int, examples: int, waiting_s: float = 0.0, communicating_s: float = 0.0) -> None:
         """Record the end of a step.
 
         Arguments:
             step: the global step, this one included.
             examples: examples of all ranks since the previous call; 0 if unknown.
-            waited_s: seconds of communication of this rank since the previous call.
+            waiting_s: seconds since the previous call in which this rank waited until other ranks arrived.
+            communicating_s: seconds of communication of this rank since the previous call, without these waits.
         """
         now, before, advanced = self._clock(), self._since, step - self._step
         self._since, self._step = now, step
         if before is None or advanced < 1:
             return
-        interval = _Interval(now - before, advanced, examples, waited_s)
+        interval = _Interval(now - before, advanced, examples, waiting_s, communicating_s)
         self._seconds += interval.seconds
         if self._intervals and self._intervals[-1].seconds < self._window_s / _INTERVALS:
             interval = _sum([self._intervals.pop(), interval])
@@ -103,10 +108,11 @@ class Rates:
         return total.seconds / total.steps if total.steps else None
 
     @property
-    def communication_share(self) -> float | None:
-        """The share of the time that this rank spends in communication, 0 to 1; None while unknown."""
+    def shares(self) -> Shares | None:
+        """The parts of this rank's time as a named tuple (computing, waiting, communicating), whose sum is 1; None
+        while unknown. waiting: until other ranks arrived; mode ps: with the servers."""
         total = _sum(self._intervals)
-        return min(total.waited_s / total.seconds, 1.0) if total.seconds > 0 else None
+        return shares(total.seconds, total.waiting_s, total.communicating_s)
 
     def eta_s(self, max_steps: int | None) -> float | None:
         """Seconds until the global step is `max_steps`; None while unknown, or if `max_steps` is None."""
@@ -304,10 +310,10 @@ def _throughput(max_steps: int | None, rates: Rates) -> Iterator[str]:
         yield f"{examples:.1f} examples/s"
     if (seconds := rates.s_per_batch) is not None:
         yield f"{_seconds(seconds)} s/batch"
-    if (share := rates.communication_share) is not None:
-        yield f"{100 * share:.0f} % communication"
     if (left := rates.eta_s(max_steps)) is not None:
         yield f"ETA {datetime.timedelta(seconds=round(left))}"
+    if rates.shares is not None:
+        yield str(rates.shares)
 
 
 def _seconds(value: float) -> str:

@@ -12,6 +12,7 @@ global step and write the checkpoints, and the position in the data is that of t
 """
 
 import functools
+import operator
 import os
 import secrets
 import sys
@@ -93,7 +94,8 @@ class Session:
         self._is_fresh = False  # mode ps: whether the parameters were pulled for the first step
         self._step_begin = 0  # the global step when the current step began
         self._training_begin, self._batches = 0, 0  # the global step when training began; batches since then
-        self._start, self._waited_s, self._wait_s = time.monotonic(), 0.0, wait_for_chief_s
+        self._start, self._wait_s = time.monotonic(), wait_for_chief_s
+        self._times = world.current().counters.times  # of waits and communication, until now
         self._token = ""  # identifies this session, equal on all ranks
 
     # Begin and end.
@@ -315,9 +317,9 @@ class Session:
         in_lockstep = optimizer.session_support.is_lockstep and not alone
         make_report = self._metrics.report_all if in_lockstep else self._metrics.report_local
         step_report = make_report(self._signals.reason or self._stop_request, due)
-        waited_s = optimizer.session_support.waited_s
-        self.rates.record(self.step, int(step_report.examples), waited_s - self._waited_s)
-        self._waited_s = waited_s
+        times = world.current().counters.times
+        self.rates.record(self.step, int(step_report.examples), *map(operator.sub, times, self._times))
+        self._times = times
         if step_report.stop and optimizer.session_support.is_lockstep:
             self._stop_reason = self._stop_reason or step_report.stop
         for hook in self.hooks:

@@ -139,7 +139,8 @@ class SummaryWriter:
         Arguments:
             step: the global step.
             values: numbers by name, any text but "step" and "time". Types that `float` converts are accepted, such as
-                0-d arrays. TensorBoard receives float32.
+                0-d arrays. TensorBoard receives float32; it shows names such as "time/waiting" in the group "time", and
+                names without a slash in the group "train".
 
         Raises InputError: a wrong name or value. Nothing is written.
         """
@@ -272,9 +273,8 @@ class _EventFile:
         self._write(self._event(wall_time=now, step=step + 1, session_log=start))  # purges that step and later ones
 
     def scalars(self, step: int, now: float, values: Mapping[str, float]) -> None:
-        self._add(
-            step, now, [self._summary.Summary.Value(tag=_tag(name), simple_value=x) for name, x in values.items()]
-        )
+        value = self._summary.Summary.Value
+        self._add(step, now, [value(tag=_scalar_tag(name), simple_value=x) for name, x in values.items()])
 
     def histogram(self, step: int, now: float, name: str, made: Histogram) -> None:
         proto = self._summary.HistogramProto(
@@ -296,6 +296,11 @@ class _EventFile:
 
 def _tag(name: str) -> str:
     return name.encode(errors="backslashreplace").decode()  # protobuf rejects lone surrogates
+
+
+def _scalar_tag(name: str) -> str:
+    """Return a tag in a group: TensorBoard shows those with the same text before the first slash together."""
+    return _tag(name if "/" in name else f"train/{name}")
 
 
 def _event_file(directory: pathlib.Path, step: int) -> _EventFile | None:

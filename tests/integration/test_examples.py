@@ -28,7 +28,7 @@ def check_digits(result, ranks):
     lines = result.out.strip().split("\n")
     assert f"world: {ranks} rank" in result.out, result.text
     assert re.search(r"backend: \w+ \(.+\)", result.out), result.text
-    assert re.search(r"examples/s over all ranks; of a step \d+ % communicating, \d+ % waiting", result.out), (
+    assert re.search(r"examples/s over all ranks; of a step \d+ % computing, \d+ % waiting, \d+ % comm", result.out), (
         result.text
     )
     assert re.fullmatch(r"parameters equal on all ranks: yes \(hash [0-9a-f]{12}\)", lines[-3]), result.text

@@ -86,7 +86,7 @@ def test_top_shows_speed_waits_and_the_line_of_each_rank(tmp_path):
     ranks = found["ranks"]
     assert [rank["rank"] for rank in ranks] == [0, 1, 2]
     assert all(rank["step"] >= 10 and rank["examples"] > 0 and rank["bytes"] > 0 for rank in ranks)
-    assert all(rank["seconds"] >= rank["waiting_s"] + rank["communicating_s"] + rank["updating_s"] for rank in ranks)
+    assert all(rank["seconds"] >= rank["waiting_s"] + rank["communicating_s"] for rank in ranks)
     assert ranks[0]["waiting_s"] > ranks[1]["waiting_s"]
     assert all("in Python at train.py:" in rank["state"] for rank in ranks), ranks
 

@@ -18,11 +18,11 @@ from allred.session.progress import PlainDisplay, Rates, TerminalDisplay, displa
 LINE = re.compile(r"^step 20, loss = 37\.97, accuracy = 0\.91 \(18761\.7 examples/sec; 0\.005 sec/batch\)$")
 
 
-def rates(seconds=0.0533, examples=1000, waited_s=0.0):
+def rates(seconds=0.0533, examples=1000):
     now = iter([0.0, seconds])
     made = Rates(clock=lambda: next(now))
     for step in (10, 20):
-        made.record(step, examples, waited_s)
+        made.record(step, examples)
     return made
 
 
@@ -150,7 +150,7 @@ now = iter(range(10**6))
 rates = Rates(clock=lambda: next(now) / 100)
 shown = display()
 def show(step, last=100, **values):
-    rates.record(step, 64, 0.0025)
+    rates.record(step, 64, 0.003, 0.0025)
     shown._drawn = 0
     shown.show(step, last, values, rates)
 """
@@ -182,7 +182,9 @@ def run_in_terminal(program, columns=120, stdout=None, **environ):
 
 def test_one_line_on_a_terminal_and_other_output_above_it():
     pytest.importorskip("rich")
-    output = run_in_terminal("""
+    output = run_in_terminal(
+        columns=150,
+        program="""
 show(19)
 print("from stdout: [/b] " + "x" * 200)
 show(20, loss=37.967, accuracy=0.91)
@@ -194,13 +196,15 @@ show(22, loss=5)
 shown.close()
 shown.say("unheard")
 print("after it")
-""")
-    lines = on_screen(output, 120)
-    assert lines[0] == "from stdout: [/b] " + "x" * 102
-    assert lines[1:5] == ["x" * 98, "allred: rank 1 has waited", "checkpoint: [bold]step 21", ":smile:"]
+""",
+    )
+    lines = on_screen(output, 150)
+    assert lines[0] == "from stdout: [/b] " + "x" * 132
+    assert lines[1:5] == ["x" * 68, "allred: rank 1 has waited", "checkpoint: [bold]step 21", ":smile:"]
     assert lines[5] == "no end"
     assert re.fullmatch(
-        r"step 22/100  loss = 5\.00  6400\.0 examples/s  0\.010 s/batch  25 % communication  ETA 0:00:01 [━╸╺ ]{20}",
+        r"step 22/100  loss = 5\.00  6400\.0 examples/s  0\.010 s/batch  ETA 0:00:01  "
+        r"45 % computing, 30 % waiting, 25 % communicating [━╸╺ ]{20}",
         lines[6],
     ), lines
     assert lines[7:] == ["after it", ""]

@@ -786,7 +786,8 @@ def test_summaries_continue_after_a_restore(world, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "scalars.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [2, 4, 6, 8]
     assert [line["loss"] for line in lines] == [1, 3, 1, 3]
-    assert "examples_per_sec" in lines[-1]
+    assert "time/examples_per_sec" in lines[-1]
+    assert sum(lines[-1][f"time/{name}"] for name in ("computing", "waiting", "communicating")) == pytest.approx(1)
 
 
 def test_summaries_by_seconds(world, tmp_path):

@@ -87,9 +87,9 @@ def test_tensorboard_reads_the_same(tmp_path):
         writer.histogram(step, "w", values * step)
     read = accumulated(tmp_path)  # before it is closed: a killed run has lost nothing
     writer.close()
-    losses = [(event.step, event.value) for event in read.Scalars("loss")]
+    losses = [(event.step, event.value) for event in read.Scalars("train/loss")]
     assert losses == [(10, np.float32(0.1)), (20, np.float32(0.05))]
-    assert math.isnan(read.Scalars("nan")[0].value)
+    assert math.isnan(read.Scalars("train/nan")[0].value)
     (_, event), line = read.Histograms("w"), lines(tmp_path, "histograms")[1]
     assert (event.step, event.histogram_value.num, sum(event.histogram_value.bucket)) == (20, 1000, 1000)
     assert event.histogram_value.bucket_limit == line["edges"][1:]
@@ -103,7 +103,7 @@ def test_tensorboard_purges_later_steps(tmp_path):
     write(tmp_path, (8, 9), step=6, offset=0.5).close()  # within the same second
     write(tmp_path, (9, 10), step=8, offset=0.25).close()
     read = accumulated(tmp_path)
-    assert [event.value for event in read.Scalars("loss")] == [1, 2, 3, 4, 5, 6, 8.5, 9.25, 10.25]
+    assert [event.value for event in read.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6, 8.5, 9.25, 10.25]
     assert [event.step for event in read.Histograms("w")] == [1, 2, 3, 4, 5, 6, 8, 9, 10]
     assert [line["loss"] for line in lines(tmp_path)] == [1, 2, 3, 4, 5, 6, 8.5, 9.25, 10.25]
 
@@ -112,7 +112,7 @@ def test_a_resumed_run_whose_clock_is_behind(tmp_path, monkeypatch):
     write(tmp_path, (1, 2, 3)).close()
     monkeypatch.setattr(summary.time, "time", lambda: 1e9)
     write(tmp_path, (2, 3), step=1, offset=0.5).close()
-    assert [event.value for event in accumulated(tmp_path).Scalars("loss")] == [1, 2.5, 3.5]
+    assert [event.value for event in accumulated(tmp_path).Scalars("train/loss")] == [1, 2.5, 3.5]
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int64, np.bool_])

@@ -18,11 +18,11 @@ def clock():
     return Clock()
 
 
-def train(rates, clock, steps, seconds, examples=32, waited_s=0.0, by=1):
+def train(rates, clock, steps, seconds, examples=32, waiting_s=0.0, communicating_s=0.0, by=1):
     for _ in range(steps):
         clock.now += seconds
         train.step += by
-        rates.record(train.step, examples, waited_s)
+        rates.record(train.step, examples, waiting_s, communicating_s)
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def from_step_zero():
 
 
 def known(rates):
-    return rates.examples_per_s, rates.s_per_batch, rates.communication_share, rates.eta_s(10**6)
+    return rates.examples_per_s, rates.s_per_batch, rates.shares, rates.eta_s(10**6)
 
 
 def test_nothing_is_known_before_the_second_step(clock):
@@ -39,8 +39,10 @@ def test_nothing_is_known_before_the_second_step(clock):
     assert known(rates) == (None,) * 4
     train(rates, clock, 1, seconds=60.0)
     assert known(rates) == (None,) * 4
-    train(rates, clock, 1, seconds=0.25, examples=64, waited_s=0.05)
-    assert known(rates) == pytest.approx((256.0, 0.25, 0.2, 0.25 * (10**6 - 2)))
+    train(rates, clock, 1, seconds=0.25, examples=64, waiting_s=0.1, communicating_s=0.05)
+    assert rates.shares == pytest.approx((0.4, 0.4, 0.2))
+    assert rates.eta_s(10**6) == pytest.approx(0.25 * (10**6 - 2))
+    assert known(rates)[:2] == (256.0, 0.25)
 
 
 @pytest.mark.parametrize("seconds", [0.00005, 0.003, 0.7, 40.0])
@@ -48,15 +50,15 @@ def test_the_window_slides(clock, seconds):
     """Twice as fast from some step on: after a window, nothing is left of the time before; in the midst, half."""
     rates = Rates(window_s=5.0, clock=clock)
     count = int(6 / seconds) + 2
-    train(rates, clock, count, seconds, examples=10, waited_s=seconds)
+    train(rates, clock, count, seconds, examples=10, waiting_s=seconds / 2, communicating_s=seconds / 4)
     assert rates.examples_per_s == pytest.approx(10 / seconds)
-    train(rates, clock, int(5 / seconds) // 2 + 1, seconds, examples=30, waited_s=0.0)
+    train(rates, clock, int(5 / seconds) // 2 + 1, seconds, examples=30)
     if seconds < 0.1:
         assert rates.examples_per_s == pytest.approx(20 / seconds, rel=0.03)
-        assert rates.communication_share == pytest.approx(0.5, abs=0.02)
-    train(rates, clock, count, seconds, examples=30, waited_s=0.0)
+        assert rates.shares == pytest.approx((0.625, 0.25, 0.125), abs=0.02)
+    train(rates, clock, count, seconds, examples=30)
     assert rates.examples_per_s == pytest.approx(30 / seconds)
-    assert rates.communication_share == 0.0
+    assert rates.shares == (1.0, 0.0, 0.0)
     assert len(rates._intervals) <= 102
 
 
@@ -91,13 +93,9 @@ def test_a_step_back_is_a_pause(clock):
 
 def test_what_cannot_be_known(clock):
     rates = Rates(clock=clock)
-    train(rates, clock, 5, seconds=0.5, examples=0, waited_s=0.6)  # clocks of waits may overlap
-    assert (rates.examples_per_s, rates.communication_share, rates.eta_s(None), rates.eta_s(3)) == (
-        None,
-        1.0,
-        None,
-        0.0,
-    )
+    train(rates, clock, 5, seconds=0.5, examples=0, waiting_s=0.6, communicating_s=0.2)  # clocks of waits may overlap
+    assert (rates.examples_per_s, rates.eta_s(None), rates.eta_s(3)) == (None, None, 0.0)
+    assert rates.shares == pytest.approx((0.0, 0.75, 0.25))
     stopped = Rates(clock=clock)
     train(stopped, clock, 3, seconds=0.0)
-    assert (stopped.examples_per_s, stopped.s_per_batch, stopped.communication_share) == (None, 0.0, None)
+    assert (stopped.examples_per_s, stopped.s_per_batch, stopped.shares) == (None, 0.0, None)
