@@ -57,3 +57,11 @@ def serve() -> Iterator[Callable[[Path], str]]:
     for server in servers:
         server.shutdown()
         server.server_close()
+
+
+@pytest.fixture(scope="session")
+def site(serve: Callable[[Path], str]) -> str:
+    """The address of the site that `make docs` has built."""
+    directory = Path(__file__).parents[2] / "build/site"
+    assert (directory / "index.html").exists(), "run `make docs` first"
+    return serve(directory)

@@ -24,5 +24,7 @@ def set_size(browser: Any, width: int, height: int = 1000, dark: bool = False) -
 
 
 def overflow(browser: Any) -> int:
-    """Return by how many pixels the page is wider than its screen."""
-    return int(browser.execute_script("return document.documentElement.scrollWidth - window.innerWidth"))
+    """Return by how many pixels the page is wider than its screen, without the bar for vertical scrolling."""
+    return int(
+        browser.execute_script("return document.documentElement.scrollWidth - document.documentElement.clientWidth")
+    )
