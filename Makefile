@@ -29,7 +29,7 @@ $(error MPI=$(MPI) is not one of mpich, openmpi)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-torch test test-model test-unit test-parallel test-integration test-full test-torch test-slurm test-sge test-kubernetes test-browser test-spark test-install fuzz sanitize cuda test-gpu bench-gpu bench-gpu-host gpu-environment loops bench bench-torch bench-overlap bench-checkpoint lint types api diagram docs format clean
+.PHONY: help demo demo-torch test test-model test-unit test-parallel test-integration test-full test-torch test-slurm test-sge test-kubernetes test-browser test-spark test-install fuzz sanitize cuda test-gpu bench-gpu bench-gpu-host gpu-environment loops bench bench-torch bench-overlap bench-checkpoint lint types settings diagram docs format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -193,8 +193,7 @@ lint: $(VENV_mpich)/.dev ## ruff and clang-format, changing nothing
 types: $(VENV_mpich)/.dev ## mypy, strict
 	$(VENV_mpich)/bin/mypy
 
-api: $(VENV_mpich)/.test ## write docs/api.md from the docstrings, and docs/settings.md from config.py
-	$(VENV_mpich)/bin/python docs/site/write_api.py
+settings: $(VENV_mpich)/.test ## write docs/settings.md from config.py
 	$(VENV_mpich)/bin/python docs/site/write_settings.py
 
 diagram: $(VENV_mpich)/.test ## draw the imports between packages in docs/architecture.md, and docs/pictures

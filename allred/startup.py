@@ -68,7 +68,7 @@ def init(
 
     comm: an mpi4py intracommunicator; init uses a duplicate of it. Or a list of ranks of MPI.COMM_WORLD, which all call
     init. Default: MPI.COMM_WORLD.
-    The other arguments override the variables ALLRED_MODE, ALLRED_BACKEND and so on; see `allred.config.Config`.
+    The other arguments override the variables ALLRED_MODE, ALLRED_BACKEND and so on (docs/settings.md).
 
     Raises ConfigError, with the same text on every rank, if a setting is unknown, cannot be used, or differs between
     ranks; InputError, also on every rank, if the directory of the timeline cannot be written; AllredError if it was

@@ -14,7 +14,7 @@ import numpy as np
 from allred import world
 from allred.arrays import Array
 from allred.cluster import device, topology
-from allred.cluster.device import Place
+from allred.cluster.device import Chooser, Place
 from allred.cluster.spec import CLIENT, SERVERS, ClusterSpec
 from allred.errors import InputError, NotInitializedError
 from allred.fusion import Tensor
@@ -141,7 +141,7 @@ def replica_device_setter(
     worker_device: str = "/job:worker",
     cluster: Any = None,
     ps_strategy: str | Callable[[Tensor], int] = "round_robin",
-) -> _Setter | None:
+) -> Chooser | None:
     """Return a device function for `allred.device`: it distributes variables over the parameter servers.
 
         with allred.device(allred.replica_device_setter(cluster=cluster)):

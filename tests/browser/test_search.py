@@ -37,7 +37,7 @@ QUERIES = [
     ("open mpi", "install"),
     ("example", "examples"),
     ("tutorial", "tutorial"),
-    ("first steps", "index"),
+    ("getting started", "index"),
     ("multi-node", "hosts"),
     ("ssh", "hosts"),
     ("slurm", "running"),

@@ -1,5 +1,6 @@
 """The pages of the site: width on a narrow screen, messages of the console, addresses loaded; examples in the menu."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,3 +55,13 @@ def test_each_example_is_linked_from_a_page_in_the_menu(browser: Any, site: str)
         name for path in files if urljoin(site, f"project/{(name := path.relative_to(ROOT))}.html") not in linked
     ]
     assert not missing, f"docs/examples.md has no link to {missing}"
+
+
+def test_the_reference_mentions_no_private_name(browser: Any, site: str) -> None:
+    names = [page for page in BUILT if page.startswith("reference/")]
+    assert len(names) >= 15
+    for page in names:
+        browser.get(f"{site}/{page}")
+        words = set(browser.execute_script("return document.querySelector('article').innerText").split())
+        private = {word for word in words if re.search(r"(^|[.\[(])_[A-Za-z]", word)}
+        assert private <= {"_async.", "_async"}, page

@@ -114,7 +114,7 @@ def test_every_setting_has_a_description():
 
 def test_the_page_of_settings_is_current_and_its_defaults_are_the_texts_of_variables():
     page = write_settings.PAGE.read_text()
-    assert page == write_settings.page(), "docs/settings.md is not current; run `make api`"
+    assert page == write_settings.page(), "docs/settings.md is not current; run `make settings`"
     rows = dict(re.findall(r"^### `ALLRED_(\w+)`\n\n.+\n\nDefault: `([^`]+)`$", page, flags=re.MULTILINE))
     assert {name.lower() for name in rows} == {field.name for field in dataclasses.fields(Config)}
     assert settle([explicit_settings({f"ALLRED_{name}": value for name, value in rows.items()}, {})]) == Config()

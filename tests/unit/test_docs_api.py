@@ -1,13 +1,18 @@
-"""docs/api.md is current and complete: it has every public name, each name has a docstring."""
+"""The reference is complete: docs/reference has every public name, and each name has a docstring."""
 
 import ast
 import doctest
+import functools
 import importlib
 import inspect
+import itertools
 import pathlib
+import re
 import sys
+import types
 
 import pytest
+from test_docs_pages import code_lines
 
 import allred
 
@@ -15,7 +20,6 @@ PACKAGE = pathlib.Path(allred.__file__).parent
 sys.path.append(str(PACKAGE.parent / "docs/site"))
 import docstrings  # noqa: E402
 import draw_imports  # noqa: E402
-import write_api  # noqa: E402
 
 MODULES = (
     "allred",
@@ -30,18 +34,53 @@ MODULES = (
 )
 
 
+def value_of(path):
+    """Return the object with a public name such as "allred.data.batches"."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def class_of(value):
+    """Return the class whose methods are public with a value, or None: a class itself, or the private class of
+    allred.distributed.
+    """
+    if isinstance(value, types.GenericAlias):
+        return None
+    if inspect.isclass(value):
+        return value
+    return type(value) if type(value).__name__.startswith("_") else None
+
+
+def entries():
+    """Return the names with an entry in docs/reference."""
+    pages = sorted((PACKAGE.parent / "docs/reference").glob("*.md"))
+    return [name for page in pages for name in re.findall(r"^::: (\S+)$", page.read_text(), flags=re.MULTILINE)]
+
+
+@functools.cache
+def assigned_docstrings():
+    """Return {name: text} of the string literals below assignments in allred."""
+    found = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for statement, after in itertools.pairwise(ast.parse(file.read_text()).body):
+            is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            if isinstance(statement, ast.Assign) and is_text:
+                found |= {target.id: after.value.value for target in statement.targets if isinstance(target, ast.Name)}
+    return found
+
+
 def public_names():
     """Return (module, name) of all public names, without modules."""
     found = [(module, name) for module in MODULES for name in importlib.import_module(module).__all__]
-    return [(module, name) for module, name in found if not inspect.ismodule(write_api.value_of(f"{module}.{name}"))]
+    return [(module, name) for module, name in found if not inspect.ismodule(value_of(f"{module}.{name}"))]
 
 
 def is_documented(name, value):
     if inspect.isroutine(value):
         return bool(value.__doc__)
-    if kind := write_api.class_of(value):
+    if kind := class_of(value):
         return bool(kind.__doc__) and not kind.__doc__.startswith(f"{name}(")  # dataclasses generate such a text
-    return name in write_api.assigned_docstrings()
+    return name in assigned_docstrings()
 
 
 def methods(kind):
@@ -57,22 +96,32 @@ def methods(kind):
 
 @pytest.mark.parametrize(("module", "name"), public_names())
 def test_a_public_name_has_a_docstring(module, name):
-    value = write_api.value_of(f"{module}.{name}")
+    value = value_of(f"{module}.{name}")
     assert is_documented(name, value), f"{module}.{name} has no docstring"
-    if kind := write_api.class_of(value):
+    if kind := class_of(value):
         bare = sorted(method for method in methods(kind) if not inspect.getdoc(getattr(kind, method)))
         assert not bare, f"{module}.{name}: methods without a docstring: {', '.join(bare)}"
 
 
 def test_every_public_name_has_one_entry():
     """A name that two modules export has one entry."""
-    entries = write_api.entries()
+    listed = entries()
     public = {f"{module}.{name}" for module, name in public_names()}
-    assert set(entries) <= public
-    by_value = {id(write_api.value_of(path)): path for path in entries}
-    assert len(by_value) == len(entries), "docs/site/api.in.md has two entries for one object"
-    missing = sorted(path for path in public if id(write_api.value_of(path)) not in by_value)
-    assert not missing, f"docs/site/api.in.md has no line ::: {missing[0]}"
+    assert set(listed) <= public
+    by_value = {id(value_of(path)): path for path in listed}
+    assert len(by_value) == len(listed), "docs/reference has two entries for one object"
+    missing = sorted(path for path in public if id(value_of(path)) not in by_value)
+    assert not missing, f"docs/reference has no line ::: {missing[0]}"
+
+
+@pytest.mark.parametrize(("module", "name"), public_names())
+def test_code_in_a_docstring_has_at_most_80_columns_in_the_reference(module, name):
+    value = value_of(f"{module}.{name}")
+    kind = class_of(value)
+    members = [getattr(kind, method) for method in methods(kind)] if kind else []
+    for member in (value, *members):
+        text = docstrings.markdown(inspect.getdoc(member) or "", set())
+        assert not [line for _, line in code_lines(text) if len(line) > docstrings.CODE_COLUMNS]
 
 
 def test_every_package_with_public_names_is_checked():
@@ -80,10 +129,6 @@ def test_every_package_with_public_names_is_checked():
     inner = {"allred.checkpoint", "allred.native", "allred.torch"}
     found = {f"allred.{file.parent.name}" for file in PACKAGE.glob("*/__init__.py") if "__all__" in file.read_text()}
     assert found - inner == set(MODULES) - {"allred", "allred.compat.tf1"}
-
-
-def test_the_page_is_current():
-    assert write_api.PAGE.read_text() == write_api.reference(), "docs/api.md is not current; run `make api`"
 
 
 def test_the_diagram_of_imports_is_current():
@@ -94,19 +139,6 @@ def test_the_diagram_of_imports_is_current():
 @pytest.mark.parametrize("module", [docstrings, draw_imports], ids=lambda module: module.__name__)
 def test_the_generators_examples(module):
     assert doctest.testmod(module).failed == 0
-
-
-def function_with_all_kinds(first, /, second: int = 1, *rest: str, third, fourth: "float | None" = None, **more):
-    """Do nothing."""
-
-
-def test_a_signature_has_the_arguments_of_the_source():
-    text = write_api.signature("f", function_with_all_kinds)
-    flat = "f(first, /, second: int = 1, *rest: str, third, fourth: float | None = None, **more)"
-    assert text == write_api.call(
-        "f", [*write_api.arguments(ast.parse(flat.replace("f(", "def f(") + ": pass").body[0].args)]
-    )
-    assert " ".join(text.split()).replace("( ", "(").replace(", )", ")") == flat
 
 
 def test_type_checking_imports_do_not_count():
