@@ -32,6 +32,7 @@ from allred.watch.start import own_address
 from allred.wording import count
 
 RESIZE_PURPOSE = "resize"  # of the channel to `allred resize`
+MOST_HISTORY = 50
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # The end of the terminal; the warning of Grid Engine's option -notify. A session does not handle these two.
 _PASSED_AS = {signal.SIGHUP: signal.SIGTERM, signal.SIGUSR2: signal.SIGUSR1}
@@ -123,6 +124,7 @@ class Runner:
         self._hosts_changed = False  # since the job was started or asked to stop
         self._lost: set[str] = set()  # hosts that were unreachable for the watchers
         self._job: Job | None = None
+        self._history: list[Message] = []  # the newest starts, for monitors
         self._assigned: dict[str, int] = {}  # the number of ranks on each host, of the current start
         self._resizes = False  # the session was asked to stop, because the job has to start again
         self._received: list[int] = []  # signals
@@ -160,9 +162,10 @@ class Runner:
     def _connect(self, link: Channel, messages: list[Message]) -> None:
         if self._job is not None:
             self._job.connect(link, messages)
+            link.send({"kind": "starts", "rank": None, "starts": self._history})
 
     def _run_until_end(self, listening: tuple[str, int, str]) -> int:
-        available, end = self._hosts, End(0)
+        available, end, why = self._hosts, End(0), "first start" if self._starts == 1 else "queued again"
         fewest = self._target  # without --min-np
         while True:
             least = self._options.min_np or fewest
@@ -171,7 +174,7 @@ class Runner:
                 left = f"{count(available.total, 'slot')} left on {', '.join(available.slots)}"
                 say(f"{left}, but the job needs {least}" + "; --min-np allows fewer" * (self._options.min_np is None))
                 return self._leave(end.code or 1)
-            end = self._start(available.assign(ranks), listening)
+            end = self._start(available.assign(ranks), listening, why)
             if self._stops or (not end.code and not self._resizes):
                 return self._finish(end)
             if end.code:
@@ -187,6 +190,7 @@ class Runner:
             if self._hosts.slots and not available.slots:
                 say(f"no host of {self._hosts.source} can be reached; the job ends")
                 return self._leave(end.code or 1)
+            why = end.text if end.code else "resize"
             self._starts, self._resizes = self._starts + 1, False
 
     def _finish(self, end: End, reason: str = "") -> int:
@@ -210,8 +214,8 @@ class Runner:
                 delete_commits(self._commits)
         return code
 
-    def _start(self, assigned: dict[str, int], listening: tuple[str, int, str]) -> End:
-        """Start the job, and return how it ended."""
+    def _start(self, assigned: dict[str, int], listening: tuple[str, int, str], why: str) -> End:
+        """Start the job, and return how it ended. why: the reason of this start."""
         settings = {**self._options.settings, **mpirun.torch_variables(assigned, os.environ)}
         settings |= {"ALLRED_STARTS": str(self._starts), "ALLRED_JOB": self._options.name}
         address, port, secret = listening
@@ -223,6 +227,8 @@ class Runner:
         name = f"start {self._starts} of {self._options.name}" if self._starts > 1 else self._options.name
         where = f"{count(sum(assigned.values()), 'rank')} on {', '.join(assigned)}"
         say(f"{name}: {where}; {mpirun.describe(settings, words)}")
+        entry = {"start": self._starts, "time": time.time(), "ranks": sum(assigned.values()), "why": why}
+        self._history = [*self._history, entry][-MOST_HISTORY:]
         self._job = running = Job(words, environ, self._loop)
         while not running.has_ended():
             self._turn()

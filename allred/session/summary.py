@@ -26,7 +26,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from allred import arrays, log
+from allred import arrays, log, world
 from allred.arrays import Array
 from allred.errors import InputError
 
@@ -132,6 +132,8 @@ class SummaryWriter:
             raise InputError(
                 f"SummaryWriter: {self._directory} cannot be written: {error}; choose another directory"
             ) from error
+        if (watcher := world.watcher()) is not None and watcher.rank == 0:  # monitors show the scalars
+            watcher.send("summaries", directory=os.path.abspath(self._directory))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Write one line.

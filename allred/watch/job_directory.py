@@ -1,7 +1,8 @@
-"""The directory of this user's running jobs on this host.
+"""The directory of this user's jobs on this host.
 
 Only the user can enter it (mode 0700). For each job it has a file (mode 0600) by which monitors find the watcher, and
-for each `allred run` one by which `allred resize` finds it: a port of this host, and the secret of the channel.
+for each `allred run` one by which `allred resize` finds it: a port of this host, and the secret of the channel. The
+newest MOST_ENDED jobs that have ended have a file with their last state.
 """
 
 import contextlib
@@ -14,7 +15,8 @@ from typing import Any
 from allred.errors import AllredError
 from allred.watch import process_state
 
-RUN, JOB = ".run", ".job"
+RUN, JOB, ENDED = ".run", ".job", ".ended"
+MOST_ENDED = 20
 
 
 def directory() -> Path:
@@ -63,6 +65,38 @@ def entries(kind: str) -> dict[str, dict[str, Any]]:
             else:
                 _remove(path)
     return found
+
+
+def write_ended(name: str, state: dict[str, Any]) -> None:
+    """Write the last state of a job, and remove those of the oldest jobs. Raises AllredError or OSError."""
+    path = directory() / f"{name}{ENDED}"
+    _remove(path)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        json.dump(state, file)
+    for old in _ended_paths()[:-MOST_ENDED]:
+        _remove(old)
+
+
+def ended() -> list[str]:
+    """Return the names of the jobs with a last state, the newest last."""
+    return [path.name.removesuffix(ENDED) for path in _ended_paths()]
+
+
+def read_ended(name: str) -> dict[str, Any]:
+    """Return the last state of a job that has ended. Raises AllredError."""
+    try:
+        state: dict[str, Any] = json.loads((directory() / f"{name}{ENDED}").read_text())
+    except (OSError, ValueError):
+        raise AllredError(f"job {name} has ended, and its watcher has written no last state") from None
+    return state
+
+
+def _ended_paths() -> list[Path]:
+    times = {}
+    for path in directory().glob(f"*{ENDED}"):
+        with contextlib.suppress(OSError):
+            times[path] = path.stat().st_mtime_ns
+    return sorted(times, key=lambda path: times[path])
 
 
 def choose(name: str, running: dict[str, Any], what: str) -> Any:

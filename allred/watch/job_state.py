@@ -17,6 +17,7 @@ The watcher of the chief's node has the `JobState`; the other watchers send thei
     holds silent                 a server holds answers back: {rank: seconds since its last request} of the ranks that
                                  it waits for; sent repeatedly
     session is_open, step        its session begins or ends at this step
+    summaries directory          rank 0 writes scalars for monitors there (session/summary.py)
     failed code, words, traceback    it is about to end with that exit code, and lingers for the others
     unwound                      it has received the verdict, its program has ended, and it lingers
     left                         it has ended without an error

@@ -4,6 +4,8 @@ A monitor (`allred top`, the metrics endpoint) finds port and token in a file of
 connected, the watchers send the counters of their ranks every SAMPLE_PERIOD_S seconds. From these samples follows which
 rank delays which: at the same number of steps, one is in opt.step, and the other is not yet. Nothing of this costs a
 rank time, except the source line, for which a signal interrupts it once for each request.
+
+At the end of the job the last state is written to the job directory, so that it can be shown later.
 """
 
 import contextlib
@@ -20,10 +22,18 @@ from allred.watch import job_directory
 from allred.watch.records import Event
 
 PURPOSE = "monitor"
+LAST = 0  # the number of the counters that a watcher sends at its end, without a request
+# A snapshot is one line of a channel (LINE_BYTES), with room for thousands of ranks.
+MOST_DELAYS = 4096
+MOST_MESSAGES, MESSAGE_CHARS = 30, 3000
+MOST_DIRECTORIES = 8
 
 
 class JobStatus:
-    """about: name of the job, program, mode, starts. size, nodes: of the job."""
+    """about: name of the job, program, mode, starts. size, nodes: of the job.
+
+    history: the starts of `allred run` up to this one, with start, time, ranks and why.
+    """
 
     def __init__(self, loop: Loop, about: Event, size: int, nodes: int) -> None:
         self._loop, self._about, self._size, self._nodes = loop, about, size, nodes
@@ -34,6 +44,10 @@ class JobStatus:
         self._ranks: dict[int, Event] = {}
         self._new: dict[int, Event] = {}
         self._delays: dict[tuple[int, int], float] = {}  # seconds by (waiting rank, late rank)
+        self._begun, self._state = time.time(), "running"
+        self._messages: list[Event] = []
+        self._directories: list[str] = []
+        self.history: list[Event] = []  # set by the watcher
         self._sampled_at = 0.0
         token = secrets.token_hex(16)
         listening = open_listener("127.0.0.1")
@@ -47,11 +61,31 @@ class JobStatus:
             self._file = job_directory.write_entry(self._about["job"], job_directory.JOB, self._entry)
 
     def close(self) -> None:
-        """Remove the file, and listen no more."""
+        """Write the last state. Remove the file, and listen no more."""
         self._listener.close()
         if self._file is not None:
+            self._state = "ended" if self._state == "running" else self._state
+            with contextlib.suppress(AllredError, OSError):
+                job_directory.write_ended(self._about["job"], self.snapshot())
             job_directory.remove_entry(self._file)
             self._file = None
+
+    # Events of the job.
+
+    def note(self, message: Event) -> None:
+        """Take a message to the ranks or to the user: a long wait, a loss, or the verdict."""
+        if message["kind"] not in ("print", "announce", "verdict"):
+            return
+        text = "\n".join(filter(None, (message["text"], message.get("traceback"))))[:MESSAGE_CHARS]
+        if message["kind"] == "verdict":
+            self._state = "failed"
+        if not any(text == each["text"] for each in self._messages[-2:]):  # a verdict may be announced too
+            self._messages = [*self._messages, {"time": time.time(), "text": text}][-MOST_MESSAGES:]
+
+    def take_directory(self, directory: str) -> None:
+        """Take a directory of summaries, of rank 0."""
+        if directory not in self._directories:
+            self._directories = [*self._directories, directory][-MOST_DIRECTORIES:]
 
     # Monitors.
 
@@ -84,8 +118,11 @@ class JobStatus:
 
     def take(self, event: Event, now: float) -> None:
         """Take the answer of a watcher: the counters of the ranks on its node."""
-        if self._collecting and event["number"] == self._number:
-            self._new.update({int(rank): values for rank, values in event["ranks"].items()})
+        ranks = {int(rank): values for rank, values in event["ranks"].items()}
+        if event["number"] == LAST:
+            self._ranks.update(ranks)
+        elif self._collecting and event["number"] == self._number:
+            self._new.update(ranks)
             self._answers += 1
             if self._answers == self._nodes:
                 self._finish(now)
@@ -121,8 +158,12 @@ class JobStatus:
             }
             for rank, entry in sorted(self._ranks.items())
         ]  # fmt: skip
-        delays = [[rank, late, round(seconds, 3)] for (rank, late), seconds in sorted(self._delays.items())]
-        return {**self._about, "size": self._size, "time": time.time(), "ranks": ranks, "delays": delays}
+        longest = sorted(self._delays.items(), key=lambda delay: -delay[1])[:MOST_DELAYS]
+        return {
+            **self._about, "size": self._size, "begun": self._begun, "time": time.time(), "state": self._state,
+            "ranks": ranks, "delays": [[rank, late, round(seconds, 3)] for (rank, late), seconds in sorted(longest)],
+            "messages": self._messages, "history": self.history, "summaries": self._directories,
+        }  # fmt: skip
 
 
 def delaying(values: dict[int, Values]) -> list[int]:

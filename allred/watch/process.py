@@ -24,7 +24,7 @@ from allred.runtime.loop import Loop
 from allred.watch import process_state, runner_link
 from allred.watch.heartbeat import Heartbeat
 from allred.watch.job_state import JobState
-from allred.watch.job_status import JobStatus
+from allred.watch.job_status import LAST, JobStatus
 from allred.watch.launchers import Launchers
 from allred.watch.rank import WatchedRank, owner
 from allred.watch.records import Event, WatcherSettings
@@ -95,6 +95,8 @@ class Watcher:
                 self._send(self._status.tick(now))
             if now > self._last_death + timings.REPORT_DEATH_S:
                 self._print("")
+        if self._status is not None or self._chief is not None:
+            self._report_counters(LAST, states=True)
         if self._status is not None:
             self._status.close()
         if self._settings.launcher and self._has_lost_host:
@@ -222,7 +224,11 @@ class Watcher:
     def _receive_from_runner(self, messages: list[Event]) -> None:
         if not all({"kind", "rank"} <= message.keys() for message in messages):
             raise ValueError("a message without kind or rank")
-        self._send([(message["rank"], message) for message in messages])
+        for message in messages:
+            if message["kind"] == "starts" and self._status is not None:
+                self._status.history = message["starts"]
+            else:
+                self._send([(message["rank"], message)])
 
     def _lose_runner(self, error: Exception) -> None:
         """`allred run` was killed, and mpirun with it."""
@@ -307,7 +313,10 @@ class Watcher:
         """Let a rank of this node print a warning, if there is one, until the job ends."""
         here = [rank for rank in self._ranks.values() if not rank.dead and not rank.left]
         if text and here and not self._has_verdict:
-            here[0].send({"kind": "print", "text": text})
+            message = {"kind": "print", "text": text}
+            here[0].send(message)
+            if self._status is not None:
+                self._status.note(message)
 
     # Events up, messages down.
 
@@ -322,6 +331,8 @@ class Watcher:
             self._send([(event["rank"], {"kind": "counted", "request": event["request"], "before": before})])
         elif self._status is not None and event["event"] == "counters":
             self._status.take(event, time.monotonic())
+        elif self._status is not None and event["event"] == "summaries":
+            self._status.take_directory(event["directory"])
         elif self._job is not None:
             self._job.handle(event, time.monotonic())
             if self._runner is not None and event["event"] in runner_link.REPORTED:
@@ -331,6 +342,8 @@ class Watcher:
 
     def _send(self, messages: list[tuple[int | None, Event]]) -> None:
         for rank, message in messages:
+            if self._status is not None:
+                self._status.note(message)
             if message.get("opens"):  # else the death of a rank opens it
                 self._open_stderr()
             if message["kind"] == "announce" and self._stderr >= 0:  # of this node, which is mpirun's as a rule
@@ -365,11 +378,7 @@ class Watcher:
         elif message["kind"] == "query":
             self._report({"event": "states", "query": message["query"], "states": self._states()})
         elif message["kind"] == "collect":
-            states = self._states() if message["states"] else {}
-            ranks = {number: rank.monitored() for number, rank in self._ranks.items()}
-            for number, state in states.items():
-                ranks[number]["state"] = state
-            self._report({"event": "counters", "number": message["number"], "ranks": ranks})
+            self._report_counters(message["number"], message["states"])
         elif message["kind"] == "kill":
             for each in living:
                 if each.left and not self._settings.launcher:
@@ -378,6 +387,13 @@ class Watcher:
                     signal.pidfd_send_signal(each.pidfd, signal.SIGKILL)
         elif message["kind"] == "announce" and message["rank"] in self._ranks:
             self._print(f"allred: {message['text']}\n")
+
+    def _report_counters(self, number: int, states: bool) -> None:
+        """Report what monitors show of the ranks of this node. states: with their states."""
+        ranks = {rank: each.monitored() for rank, each in self._ranks.items()}
+        for rank, state in self._states().items() if states else ():
+            ranks[rank]["state"] = state
+        self._report({"event": "counters", "number": number, "ranks": ranks})
 
     def _states(self) -> dict[int, str]:
         """Return the states of the ranks of this node."""

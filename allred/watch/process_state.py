@@ -173,20 +173,19 @@ def _read(pipe: int) -> bytes:
 
 
 def program_line(stack: str) -> str:
-    """Return the innermost line of the user's program in a stack of faulthandler, and the innermost library function.
+    """Return the innermost line of the user's program in a stack of faulthandler; that of a library if there is none.
 
     >>> program_line('File "/lib/python3.11/threading.py", line 9 in wait\\nFile "/home/me/train.py", line 87 in step')
-    'in Python at train.py:87 (step), in wait of threading.py'
+    'in Python at train.py:87 (step)'
     >>> program_line('MPI Send_c\\nFile "/home/me/train.py", line 87 in step')
     'in MPI Send at train.py:87 (step)'
     """
     frames = _FRAME.findall(stack)
     if not frames:
         return "running, but not in Python, or without an answer"
-    path, line, function = frame = (_user_frames(stack) or frames[-1:])[0]
-    inner = "" if frame == frames[0] else f", in {frames[0][2]} of {os.path.basename(frames[0][0])}"
+    path, line, function = (_user_frames(stack) or frames[-1:])[0]
     where = "Python" if (call := _MPI_CALL.search(stack)) is None else call[0].removesuffix("_c")
-    return f"in {where} at {os.path.basename(path)}:{line} ({function}){inner}"
+    return f"in {where} at {os.path.basename(path)}:{line} ({function})"
 
 
 def _user_frames(stack: str) -> list[tuple[str, str, str]]:

@@ -32,6 +32,7 @@ class WatchedRank:
         self.connection, self.pidfd, self.pipe = connection, pidfd, pipe
         self.number, self.host, self.stack_signal = hello["rank"], hello["host"], hello["stack_signal"]
         self.waits_in, self.since, self.ending, self.dead, self.left = "", 0.0, "", "", False
+        self.end = ""  # its end by its own report
         self.role = ""
         self.pid, _ = owner(connection)
         self.hung_up_at = 0.0  # the last thread of its process may end much later
@@ -77,6 +78,10 @@ class WatchedRank:
             self.waits_in = ""
         self.left = self.left or event["event"] == "left"
         self.ending = _ENDS.get(event["event"], self.ending)
+        if event["event"] == "failed":
+            self.end = f"failed: {event['words']}" if event["words"] else f"failed with exit code {event['code']}"
+        elif event["event"] in ("left", "unwound"):
+            self.end = self.end or ("has ended" if self.left else "has ended after the failure")
 
     @property
     def gone(self) -> bool:
@@ -90,6 +95,6 @@ class WatchedRank:
     def state(self) -> str:
         """Return the state of the rank; "" if only its stack shows it."""
         if self.dead:
-            return self.dead
+            return self.end or self.dead
         waits = f"in {self.waits_in} since {time.monotonic() - self.since:.0f} s" if self.waits_in else self.ending
         return ", ".join(filter(None, (process_state.halted(self.pid), waits)))

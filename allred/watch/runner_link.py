@@ -4,8 +4,8 @@
     joined, left, failed, session, unreachable     events of job_state.py
     verdict               the failure that ends the job, once
 
-`allred run` answers with messages to ranks: `signal` with its number, or `stop`, which ends the session of all ranks
-after the current step, with the reason.
+`allred run` answers with `starts`, the starts of the job for monitors, and with messages to ranks: `signal` with its
+number, or `stop`, which ends the session of all ranks after the current step, with the reason.
 """
 
 import os
