@@ -14,9 +14,9 @@ usage: python -m allred COMMAND ...
   bench   speed of the collectives, also against raw MPI, and of the data readers
   checkpoint  ls, show, verify DIR: which checkpoints there are, what one holds, whether all bytes are right
   run     starts a program with mpirun, restarts it after failures: run -np 4 train.py
-  top     shows the ranks of a running job, and which rank delays which
+  top     shows the ranks of a running job, and which rank delays which; --web, --html FILE: as a page
   resize  changes the number of ranks of a running job of `run`: resize JOB 6
-  timeline  merge DIR: one trace of all ranks from what ALLRED_TIMELINE=DIR has written, and who waited for whom
+  timeline  merge DIR, show DIR: a trace, or a page, of what ALLRED_TIMELINE=DIR has written; who waited for whom
 """
 
 _MODULES = {

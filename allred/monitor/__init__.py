@@ -1,4 +1,4 @@
-"""Shows a running job: `python -m allred top`, and the metrics for Prometheus.
+"""Shows a job: `python -m allred top` on the terminal and as a page, and the metrics for Prometheus.
 
 Connection: the connection to the watcher of the job's chief, and the snapshots that it sends.
 """
@@ -34,6 +34,10 @@ class Connection:
             return self._channel.receive_one(time.monotonic() + SNAPSHOT_S)
         except (OSError, ValueError):
             raise AllredError(f"job {self._job} has ended") from None
+
+    def close(self) -> None:
+        """Close the connection: a job without a monitor takes no samples."""
+        self._channel.close()
 
     def wait_for_end(self) -> None:
         """Wait until the job has ended."""

@@ -1,18 +1,21 @@
-"""python -m allred top: the ranks of a running job, and which rank delays which."""
+"""python -m allred top: the ranks of a running job, and which rank delays which; on the terminal or as a page."""
 
 import argparse
 import json
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
 from allred.command_line import Parser, fail, parse
 from allred.errors import AllredError
-from allred.monitor import Connection, Snapshot, open_job
+from allred.monitor import web
+from allred.monitor.state import State, follow, state
+from allred.page import write_page
+from allred.wording import count
 
-INTERVAL_S = 1.0
 MOST_DELAYS = 5
+_SHARES = ("computing", "waiting", "communicating")
+_LINE = "in Python at "
 
 
 def _parser(arguments: list[str]) -> argparse.Namespace:
@@ -23,7 +26,15 @@ def _parser(arguments: list[str]) -> argparse.Namespace:
         "several hosts, run it on the host of rank 0. Without a terminal it prints one table.",
     )
     parser.add_argument("job", nargs="?", default="", help="its name; not needed if one job runs")
-    parser.add_argument("--json", action="store_true", help="print one snapshot as a line of JSON, and end")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--json", action="store_true", help="print one state as a line of JSON, and end")
+    how.add_argument(
+        "--html", metavar="FILE", help="write a page with the state, also of a job that has ended, and end"
+    )
+    how.add_argument(
+        "--web", nargs="?", type=web.port, const=0, metavar="PORT",
+        help="serve a page with the state on this host only, at a free port or at PORT",
+    )  # fmt: skip
     return parser.parse_args(arguments)
 
 
@@ -33,85 +44,100 @@ def main(arguments: list[str]) -> int:
     if isinstance(options, int):
         return options
     try:
-        job = open_job(options.job)
         if options.json:
-            print(json.dumps(job.snapshot()))
-            return 0
-        return show(job)
+            print(json.dumps(state(options.job)))
+        elif options.html:
+            write_page(options.html, state(options.job))
+            print(f"{options.html}: one file, which can be copied and opened in a browser")
+        elif options.web is not None:
+            web.serve(options.job, options.web)
+        else:
+            return show(follow(options.job))
+        return 0
     except AllredError as error:
         return fail(f"python -m allred top: {error}", 1)
     except KeyboardInterrupt:
         return 0
 
 
-def show(job: Connection) -> int:
+def show(states: Iterator[State]) -> int:
     """Show tables until the job ends; one table if the output is no terminal."""
     try:
         from rich.console import Console
         from rich.live import Live
     except ImportError:
-        return fail("python -m allred top needs rich: pip install rich; or add --json", 1)
+        return fail("allred top needs rich: pip install rich; or add --json or --web", 1)
     console = Console(width=None if sys.stdout.isatty() else 160)
-    tables = _tables(job)
     if not console.is_terminal:
-        console.print(next(tables))
+        console.print(table(next(states)))
         return 0
     with Live(console=console, screen=False, auto_refresh=False) as live:
-        try:
-            for table in tables:
-                live.update(table, refresh=True)
-        except AllredError as error:
-            console.print(str(error))
+        for now in states:
+            live.update(table(now), refresh=True)
+            if now["ended"]:
+                break
+    for message in now["messages"][-1:]:
+        console.print(message["text"], markup=False, highlight=False)
+    console.print(f"job {now['job']} has ended")
     return 0
 
 
-def _tables(job: Connection) -> Iterator[Any]:
-    before = job.snapshot()
-    while True:
-        time.sleep(INTERVAL_S)
-        now = job.snapshot()
-        yield table(before, now)
-        before = now
-
-
-def table(before: Snapshot, now: Snapshot) -> Any:
-    """Return a table of rich: the ranks in two snapshots of a job."""
+def table(now: State) -> Any:
+    """Return a table of rich: one line for each rank."""
     from rich.table import Table
     from rich.text import Text
 
     start = f", start {now['starts']}" if now["starts"] > 1 else ""
-    title = f"{now['job']} on {now['host']}: {now['size']} ranks, mode {now['mode']}{start}"
+    state = f": {now['state']}" if now["state"] != "running" else ""
+    title = Text(f"{now['job']} on {now['host']}: {now['size']} ranks, mode {now['mode']}{start}{state}")
     result = Table(title=title, title_justify="left", caption=delays_text(now), caption_justify="left", box=None)
-    for name, justify in (("rank", "right"), ("host", "left"), ("step", "right"), ("steps/s", "right"),
-                          ("examples/s", "right"), ("waiting", "right"), ("state", "left")):  # fmt: skip
-        result.add_column(name, justify=justify, no_wrap=name != "state")  # type: ignore[arg-type]
-    earlier = {rank["rank"]: rank for rank in before["ranks"]}
+    several = len({rank["host"] for rank in now["ranks"]}) > 1
+    for name in ("rank", "host", "step", "steps/s", "examples/s", *_SHARES, "state"):
+        if name != "host" or several:
+            justify: Any = "left" if name in ("host", "state") else "right"
+            result.add_column(name, justify=justify, no_wrap=name != "state")  # only the state is cut
     for rank in now["ranks"]:
-        result.add_row(*map(Text, row(earlier.get(rank["rank"], rank), rank, now["time"] - before["time"])))
+        cells = [Text(cell, no_wrap=True, overflow="ellipsis") for cell in row(rank)]
+        result.add_row(*(cells if several else cells[:1] + cells[2:]))
     return result
 
 
-def row(before: dict[str, Any], now: dict[str, Any], seconds: float) -> list[str]:
-    """Return the cells of a rank in two snapshots that are `seconds` apart.
+def row(rank: State) -> list[str]:
+    """Return the cells of a rank.
 
     >>> rank = {"rank": 1, "host": "a", "role": "", "state": "in Python at train.py:9 (step)", "step": 40, "steps": 40}
-    >>> rank |= {"examples": 0, "seconds": 4.0, "waiting_s": 1.0}
-    >>> row({**rank, "steps": 30, "seconds": 3.0, "waiting_s": 0.5}, rank, seconds=1.0)
-    ['1', 'a', '40', '10.0', '', '50 %', 'in Python at train.py:9 (step)']
+    >>> rank |= {"steps_per_s": 10.0, "examples_per_s": None, "computing": 0.25, "waiting": 0.75, "communicating": 0.0}
+    >>> row(rank)
+    ['1', 'a', '40', '10.0', '', '25 %', '75 %', '0 %', 'train.py:9 (step)']
     """
-    made = {key: now[key] - before[key] for key in ("steps", "examples", "seconds", "waiting_s")}
-    speeds = [f"{made[key] / seconds:.1f}" if now[key] and seconds else "" for key in ("steps", "examples")]
-    waiting = f"{100 * made['waiting_s'] / made['seconds']:.0f} %" if made["seconds"] else ""
-    step = f"{now['step']:.0f}" if now["steps"] else ""
-    state = now["state"] if not now["role"] else f"{now['role']}: {now['state']}"
-    return [str(now["rank"]), now["host"], step, *speeds, waiting, state]
+    speeds = ["" if rank[key] is None else f"{rank[key]:.1f}" for key in ("steps_per_s", "examples_per_s")]
+    shares = ["" if rank[key] is None else f"{100 * rank[key]:.0f} %" for key in _SHARES]
+    step = f"{rank['step']:.0f}" if rank["steps"] else ""
+    state = rank["state"].removeprefix(_LINE).removesuffix(" (<module>)").partition("; ")[0]
+    return [
+        str(rank["rank"]),
+        rank["host"],
+        step,
+        *speeds,
+        *shares,
+        f"{rank['role']}: {state}" if rank["role"] else state,
+    ]
 
 
-def delays_text(now: Snapshot) -> str:
-    """Return a line with the longest delays."""
-    longest = sorted(now["delays"], key=lambda delay: -delay[2])[:MOST_DELAYS]
-    if not longest:
-        return ""
-    return "delays while monitored: " + ", ".join(
-        f"rank {late} delayed rank {rank} for {seconds:.1f} s" for rank, late, seconds in longest
-    )
+def delays_text(now: State) -> str:
+    """Return a line with the ranks that have delayed others longest.
+
+    >>> delays_text({"delays": [[0, 1, 2.0], [2, 1, 3.0], [1, 0, 0.5]]})
+    'delays while monitored: rank 1 delayed 2 ranks, 2.5 s each; rank 0 delayed rank 1, 0.5 s'
+    """
+    by_late: dict[int, dict[int, float]] = {}
+    for rank, late, seconds in now["delays"]:
+        by_late.setdefault(late, {})[rank] = seconds
+    longest = sorted(by_late.items(), key=lambda delay: -sum(delay[1].values()))[:MOST_DELAYS]
+    lines = [
+        f"rank {late} delayed {count(len(ranks), 'rank')}, {sum(ranks.values()) / len(ranks):.1f} s each"
+        if len(ranks) > 1
+        else f"rank {late} delayed rank {min(ranks)}, {sum(ranks.values()):.1f} s"
+        for late, ranks in longest
+    ]
+    return f"delays while monitored: {'; '.join(lines)}" if lines else ""

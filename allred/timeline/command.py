@@ -1,7 +1,7 @@
-"""`python -m allred timeline merge DIR`: writes one trace of all ranks and prints a summary.
+"""`python -m allred timeline`: `merge` writes one trace of all ranks and prints a summary; `show` writes a page.
 
 It matches the operations of all ranks: when each rank arrived, and which rank it waited for. Needs no MPI. Exit code 0;
-2: DIR has no timeline, or the trace cannot be written.
+2: there is no timeline, or the file cannot be written.
 """
 
 import bisect
@@ -17,7 +17,9 @@ from typing import Any
 
 from allred.command_line import Parser
 from allred.errors import InputError
+from allred.page import write_page
 from allred.timeline.rank_file import RankTimeline, Span, read_timeline
+from allred.timeline.show import page_document, read_trace
 from allred.wording import count
 
 _WAITED_FOR = "waits for"
@@ -27,15 +29,22 @@ _JOIN = "join"  # the operation of a rank that has joined
 def main(arguments: list[str]) -> int:
     what = "Evaluates timelines that ALLRED_TIMELINE=DIR has recorded."
     parser = Parser(prog="python -m allred timeline", description=what)
-    commands = parser.add_subparsers(dest="what", required=True, metavar="merge")
-    text = "write a trace of all ranks, DIR/trace.json, for ui.perfetto.dev or chrome://tracing; print a summary"
+    commands = parser.add_subparsers(dest="what", required=True, metavar="merge|show")
+    text = "write a trace of all ranks, DIR/trace.json, for ui.perfetto.dev; print a summary"
     merge = commands.add_parser("merge", help=text, description=text)
     merge.add_argument("directory", metavar="DIR", help="the value of ALLRED_TIMELINE")
     merge.add_argument("--output", metavar="FILE", help="path of the trace; default DIR/trace.json")
+    text = "write a page with the timeline, DIR/timeline.html, for any browser: one file, which loads nothing"
+    page = commands.add_parser("show", help=text, description=text)
+    page.add_argument("file", metavar="FILE", help="the value of ALLRED_TIMELINE, or a trace of merge")
+    page.add_argument("-o", "--output", metavar="PAGE", help="path of the page; default timeline.html beside the files")
     options = parser.parse_args(arguments)
-    directory = pathlib.Path(options.directory)
     try:
-        _merge(directory, pathlib.Path(options.output or directory / "trace.json"))
+        if options.what == "show":
+            _show(pathlib.Path(options.file), options.output)
+        else:
+            directory = pathlib.Path(options.directory)
+            _merge(directory, pathlib.Path(options.output or directory / "trace.json"))
     except InputError as error:
         print(f"python -m allred timeline: {error}", file=sys.stderr)
         return 2
@@ -43,22 +52,39 @@ def main(arguments: list[str]) -> int:
 
 
 def _merge(directory: pathlib.Path, output: pathlib.Path) -> None:
+    trace = _trace(directory)
+    try:
+        output.write_text(json.dumps(trace), "utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {output}: {error.strerror}; choose another path with --output FILE") from error
+    print(f"{output}: {trace['otherData']['title']}")
+    for part in filter(None, (trace["otherData"]["notes"], f"\n{trace['otherData']['summary']}")):
+        print(part)
+
+
+def _show(path: pathlib.Path, output: str | None) -> None:
+    is_directory = path.is_dir()
+    trace = _trace(path) if is_directory else read_trace(path)
+    page = output or str((path if is_directory else path.parent) / "timeline.html")
+    write_page(page, page_document(trace))
+    print(f"{page}: {trace.get('otherData', {}).get('title') or 'a timeline'}; open it in a browser")
+
+
+def _trace(directory: pathlib.Path) -> dict[str, Any]:
+    """The trace of the newest job in `directory`. otherData: title, notes on its files, and summary, as text."""
     ranks, notes = _newest(directory)
     matched = match(ranks)
     waiting = waits(matched, ranks)
-    document = {"traceEvents": list(trace_events(ranks, waiting)), "displayTimeUnit": "ms"}
-    try:
-        output.write_text(json.dumps(document), "utf-8")
-    except OSError as error:
-        raise InputError(f"cannot write {output}: {error.strerror}; choose another path with --output FILE") from error
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(ranks[0].about["time"]))
     spans = sum(len(rank.spans) + len(rank.operations) for rank in ranks)
     clock_error = max(rank.error for rank in ranks)
     clocks = f"clocks aligned within {clock_error / 1e3:.0f} us" if clock_error else "one clock"
-    print(f"{output}: a job of {when}; {_count(ranks)}, {spans} spans; {clocks}")
-    for line in (*notes, *(rank.left_out for rank in ranks if rank.left_out)):
-        print(line)
-    print(f"\n{summary(ranks, matched, waiting)}")
+    texts = {
+        "title": f"a job of {when}; {_count(ranks)}, {spans} spans; {clocks}",
+        "notes": "\n".join((*notes, *(rank.left_out for rank in ranks if rank.left_out))),
+        "summary": summary(ranks, matched, waiting),
+    }
+    return {"traceEvents": list(trace_events(ranks, waiting)), "displayTimeUnit": "ms", "otherData": texts}
 
 
 def _count(ranks: Sequence[RankTimeline]) -> str:
@@ -110,7 +136,8 @@ def trace_events(ranks: Sequence[RankTimeline], waits: dict[int, list[Span]]) ->
         if waits.get(pid):
             yield _meta(pid, len(rows), "thread_name", name=_WAITED_FOR)
         for span in waits.get(pid, ()):
-            yield _span(pid, len(rows), span, names.get(int(span.name), span.name), zero)
+            event = _span(pid, len(rows), span, names.get(int(span.name), span.name), zero)
+            yield {**event, "args": {"late": int(span.name)}}
         for number, each in enumerate(each for each in rank.operations if not each.blocking):
             title = f"{each.kind} {each.name}".rstrip()
             same = {"pid": pid, "tid": 0, "cat": "operation", "id": f"{pid}.{number}"}
@@ -209,7 +236,7 @@ KINDS = ("negotiate", "pack", "allreduce", "unpack", "apply", "wait", "push", "p
 _OTHER, _OUTSIDE = "rest of step", "outside"
 _COLUMNS = (*KINDS, "other", _OTHER, _OUTSIDE)
 _COUNTED_AS = {"grouped_allreduce": "allreduce", "step": _OTHER}
-_MAX_MATRIX_RANKS = 12  # more ranks: a list of the longest waits
+_MAX_MATRIX_RANKS = 8  # more ranks: a list of the longest waits
 _LONGEST_WAITS = 10
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import stat
@@ -65,7 +66,7 @@ class Job:
             self.process.stderr.close()
 
     def top(self, *options):
-        command = [BIN["mpich"] / "python", "-m", "allred", "top", *options]
+        command = [BIN["mpich"] / "python", "-m", "allred", "top", *map(str, options)]
         result = subprocess.run(command, env=self._env, capture_output=True, text=True, timeout=60)
         assert result.returncode == 0, result.stderr
         return result.stdout
@@ -74,7 +75,7 @@ class Job:
         return json.loads(self.top("--json"))
 
 
-def test_top_shows_speed_waits_and_the_line_of_each_rank(tmp_path):
+def test_top_shows_speed_waits_and_the_line_of_each_rank_and_the_last_state_after_the_end(tmp_path):
     with Job(tmp_path, 3, "slow") as job:
         text, found = job.top(), job.json()
         [entry] = (tmp_path / "allred").glob("*.job")
@@ -82,30 +83,52 @@ def test_top_shows_speed_waits_and_the_line_of_each_rank(tmp_path):
         assert stat.S_IMODE(entry.parent.stat().st_mode) == 0o700
     assert not entry.exists()
     assert "3 ranks, mode sync" in text, text
-    assert "rank 1 delayed rank 0 for" in text, text
+    assert re.search(r"rank 1 delayed (2 ranks, [\d.]+ s each|rank [02], [\d.]+ s)", text), text
     ranks = found["ranks"]
     assert [rank["rank"] for rank in ranks] == [0, 1, 2]
     assert all(rank["step"] >= 10 and rank["examples"] > 0 and rank["bytes"] > 0 for rank in ranks)
     assert all(rank["seconds"] >= rank["waiting_s"] + rank["communicating_s"] for rank in ranks)
     assert ranks[0]["waiting_s"] > ranks[1]["waiting_s"]
-    assert all("in Python at train.py:" in rank["state"] for rank in ranks), ranks
+    assert all(re.fullmatch(r"in (Python|MPI \w+) at train.py:\d+ \(<module>\)", rank["state"]) for rank in ranks), (
+        ranks
+    )
+    assert (found["state"], found["ended"], found["messages"], found["history"]) == ("running", False, [], [])
+    last = json.loads(job.top(entry.stem, "--json"))
+    assert (last["state"], last["ended"], [rank["state"] for rank in last["ranks"]]) == (
+        "ended",
+        True,
+        3 * ["has ended"],
+    )
+    assert all(rank["steps"] > before["steps"] for rank, before in zip(last["ranks"], ranks, strict=True))
+    assert entry.with_suffix(".ended").stat().st_mode & 0o777 == 0o600
+    page = tmp_path / "page.html"
+    assert str(page) in job.top(entry.stem, "--html", page)
+    assert f'"job":"{entry.stem}"' in page.read_text()
 
 
 def test_top_answers_while_a_rank_is_stopped(tmp_path):
-    with Job(tmp_path, 2, "stopped") as job:
+    with Job(tmp_path, 2, "stopped", ALLRED_STALL_WARNING_S="1.2", ALLRED_JOB="stopped") as job:
         time.sleep(1.5)  # rank 0 reports a wait of this length
         text = job.top()
         stopped = job.json()["ranks"][1]["state"]
         assert stopped.startswith("stopped (kill -CONT "), text
         assert "in opt.step() #" in text, text
         assert "rank 1 delayed rank 0" in text, text
+        while not (messages := job.json()["messages"]):
+            time.sleep(0.1)
+        assert re.search(r"rank 0 has waited for \d s in opt.step.*\n.*\n.*stopped \(kill", messages[0]["text"]), (
+            messages
+        )
         os.kill(int(stopped.split("-CONT ")[1].split()[0]), signal.SIGCONT)
 
 
 @pytest.mark.parametrize("mpi", MPIS)
 def test_the_ranks_of_all_nodes_are_shown(mpi, tmp_path):
-    with Job(tmp_path, 4, "slow", mpi, ALLRED_PRETEND_NODES="2,2") as job:
+    with Job(tmp_path, 4, "slow", mpi, ALLRED_PRETEND_NODES="2,2", ALLRED_JOB="nodes") as job:
         found = job.json()
+    last = json.loads(job.top("nodes", "--json"))
+    assert [rank["state"] for rank in last["ranks"]] == 4 * ["has ended"]
+    assert last["ranks"][3]["steps"] > found["ranks"][3]["steps"]
     assert [rank["rank"] for rank in found["ranks"]] == [0, 1, 2, 3]
     assert all(rank["step"] > 0 and rank["state"] for rank in found["ranks"])
 

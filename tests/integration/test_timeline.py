@@ -34,10 +34,21 @@ def train(fault="", steps=10, sleep="0.1 * (allred.rank() == 1)"):
 
 
 def merged(directory):
-    """What the command prints, and the events."""
+    """What the command prints, and the events. Each span is on the page, too."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert command.main(["merge", str(directory)]) == 0
-    return out.getvalue(), json.loads((directory / "trace.json").read_text())["traceEvents"]
+        text = out.getvalue()
+        assert command.main(["show", str(directory)]) == 0
+    events = json.loads((directory / "trace.json").read_text())["traceEvents"]
+    page = page_of(directory / "timeline.html")
+    count = sum(len(row["spans"]) for row in page["rows"])
+    assert count == sum(e["ph"] == "X" for e in events) + len({e["id"] for e in events if e["ph"] == "b"})
+    assert {row["rank"] for row in page["rows"]} <= {e["pid"] for e in events}
+    return text, events
+
+
+def page_of(path):
+    return json.loads(path.read_text().split('id="data">')[1].split("</script>")[0])
 
 
 def spans(events):
@@ -152,3 +163,34 @@ def test_a_world_of_one_has_a_timeline_too_and_the_command_merges_it(tmp_path):
     assert merge.code == 0, merge.text
     assert "; 1 rank, " in merge.out, merge.text
     assert spans(json.loads((tmp_path / "trace.json").read_text())["traceEvents"])[0]["apply"] == 10
+    show = python("-m", "allred", "timeline", "show", tmp_path / "trace.json", "-o", tmp_path / "page.html")
+    assert (show.code, show.out[-28:]) == (0, "clock; open it in a browser\n"), show.text
+    assert page_of(tmp_path / "page.html")["size"] == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        (None, "cannot read {file}: No such file or directory"),
+        ("[1, 2", "{file} is no timeline of this version of allred; expected the directory that ALLRED_TIMELINE named"),
+        ("[]", "{file} is no timeline"),
+        ('{"traceEvents": []}', "{file} is no timeline"),
+        ('{"traceEvents": [{"ph": "X", "pid": 0}]}', "{file} is no timeline"),
+        (b"\xff\xfe", "{file} is no timeline"),
+        ({}, "{file} has no files rank-*.timeline; expected the directory that ALLRED_TIMELINE named"),
+        (
+            '{"traceEvents": [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "rank 0"}}]}',
+            "cannot write /no/such/page: No such file or directory; choose another path",
+        ),
+    ],
+)
+def test_what_cannot_be_shown_is_one_line(content, error, tmp_path, capsys):
+    file = tmp_path / "file"
+    if content == {}:
+        file.mkdir()
+    elif content is not None:
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert command.main(["show", str(file), "-o", "/no/such/page"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert error.format(file=file) in err
