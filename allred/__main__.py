@@ -1,4 +1,4 @@
-"""`python -m allred COMMAND`: the command line. A command's modules are imported only if it is used."""
+"""`allred COMMAND`, or `python -m allred COMMAND`. A command's modules are imported only if it is used."""
 
 import importlib
 import os
@@ -7,7 +7,7 @@ import signal
 import sys
 
 USAGE = """\
-usage: python -m allred COMMAND ...
+usage: {program} COMMAND ...
 
   doctor  finds problems of MPI, this host and allred, and suggests commands; alone or under mpirun
   info    versions, paths, backend; --config: all settings
@@ -17,6 +17,8 @@ usage: python -m allred COMMAND ...
   top     shows the ranks of a running job, and which rank delays which; --web, --html FILE: as a page
   resize  changes the number of ranks of a running job of `run`: resize JOB 6
   timeline  merge DIR, show DIR: a trace, or a page, of what ALLRED_TIMELINE=DIR has written; who waited for whom
+
+{program} --version prints the version, {program} COMMAND --help the options of a command.
 """
 
 _MODULES = {
@@ -38,12 +40,18 @@ def main(arguments: list[str]) -> int:
         module, _, function = _MODULES[command].partition(":")
         code: int = getattr(importlib.import_module(module), function or "main")(rest)
         return code
-    if command in ("-h", "--help"):
-        print(USAGE, end="")
-        return 0
-    from allred.command_line import fail
+    from allred.command_line import fail, program
 
-    return fail(f"{USAGE}python -m allred: {f'unknown command {command!r}' if command else 'no command given'}")
+    usage = USAGE.format(program=program())
+    if command in ("-h", "--help"):
+        print(usage, end="")
+        return 0
+    if command == "--version":
+        from allred import __version__
+
+        print(f"allred {__version__}")
+        return 0
+    return fail(f"{usage}{program()}: {f'unknown command {command!r}' if command else 'no command given'}")
 
 
 def run(arguments: list[str]) -> int | str | None:

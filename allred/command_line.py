@@ -1,4 +1,4 @@
-"""Arguments of the commands `python -m allred ...`: one line for an error, printed by the first rank of a job only."""
+"""Arguments of the commands `allred ...`: one line for an error, printed by the first rank of a job only."""
 
 import argparse
 import contextlib
@@ -11,6 +11,13 @@ from typing import NoReturn
 
 from allred import launcher_variables
 from allred.runtime.timings import PRINT_FIRST_S
+
+
+def program(command: str = "") -> str:
+    """Return the name of this program or of one of its commands as the user has typed it: `allred top` or `python -m
+    allred top`."""
+    name = "allred" if os.path.basename(sys.argv[0]) == "allred" else "python -m allred"
+    return f"{name} {command}".rstrip()
 
 
 class Parser(argparse.ArgumentParser):

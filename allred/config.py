@@ -230,9 +230,11 @@ def secret(environ: Mapping[str, str]) -> str:
 
 
 def _suggest(variable: str) -> str:
-    known = [_PREFIX + name.upper() for name in _FIELDS]
-    close = difflib.get_close_matches(variable.upper(), known, n=1)
-    return f"did you mean {close[0]}?" if close else f"known variables are {', '.join(known)}"
+    known = [name.upper() for name in _FIELDS]
+    close = difflib.get_close_matches(variable.upper().removeprefix(_PREFIX), known, n=1, cutoff=0.7)
+    if close:
+        return f"did you mean {_PREFIX}{close[0]}?"
+    return f"known variables are {', '.join(_PREFIX + name for name in known)}"
 
 
 def choices(name: str) -> tuple[str, ...]:

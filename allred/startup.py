@@ -190,8 +190,9 @@ def _join_ranks(comm: Any, settings: dict[str, Any] | str, cluster: Cluster, in_
         if isinstance(settings, dict) and "network" in settings:  # may differ between hosts
             plan = dataclasses.replace(plan, config=dataclasses.replace(plan.config, network=settings["network"]))
         recording.start(plan.config.timeline, control, bootstrap.mpi, plan.workers)
-    except (ConfigError, InputError):
+    except (ConfigError, InputError) as error:
         control.close()
+        error.raised_by_all = control.rank
         raise
     here = _world(plan, facts, control, bootstrap, cluster)
     here.in_cluster = in_cluster

@@ -13,7 +13,11 @@ The last lines are:
 import cupy as cp
 import digits_sync as cpu  # the same model in numpy
 import numpy as np
-from sklearn.datasets import load_digits  # pip install scikit-learn
+
+try:
+    from sklearn.datasets import load_digits
+except ImportError:
+    raise SystemExit("this example needs scikit-learn: pip install scikit-learn") from None
 
 import allred
 

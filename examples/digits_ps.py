@@ -15,7 +15,11 @@ are, in mode ps after what has passed at the servers ("staleness (updates): 0: .
 import sys
 
 import numpy as np
-from sklearn.datasets import load_digits  # pip install scikit-learn
+
+try:
+    from sklearn.datasets import load_digits
+except ImportError:
+    raise SystemExit("this example needs scikit-learn: pip install scikit-learn") from None
 
 import allred
 

@@ -11,7 +11,11 @@ The last lines are:
 """
 
 import numpy as np
-from sklearn.datasets import load_digits  # pip install scikit-learn
+
+try:
+    from sklearn.datasets import load_digits
+except ImportError:
+    raise SystemExit("this example needs scikit-learn: pip install scikit-learn") from None
 
 import allred
 

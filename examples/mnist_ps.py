@@ -37,7 +37,10 @@ def load(directory):
         x, y, test_x, test_y = (np.asarray(allred.data.idx(path)) for path in found)
         x, test_x = (images.reshape(len(images), -1).astype(np.float32) / 255 for images in (x, test_x))
         return x, y, test_x, test_y
-    from sklearn.datasets import load_digits  # pip install scikit-learn (not for a server, nor with files)
+    try:
+        from sklearn.datasets import load_digits  # not for a server, nor with files
+    except ImportError:
+        raise SystemExit("this example needs scikit-learn: pip install scikit-learn") from None
 
     digits = load_digits()
     x, y = (digits.data / 16).astype(np.float32), digits.target

@@ -18,7 +18,11 @@ import pathlib
 
 import numpy as np
 import torch  # pip install torch; the CPU build: docs/install.md
-from sklearn.datasets import load_digits  # pip install scikit-learn
+
+try:
+    from sklearn.datasets import load_digits
+except ImportError:
+    raise SystemExit("this example needs scikit-learn: pip install scikit-learn") from None
 from torch.nn import Conv2d, Flatten, Linear, MaxPool2d, ReLU, Sequential
 from torch.nn.functional import cross_entropy
 

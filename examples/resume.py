@@ -16,7 +16,11 @@ import time
 
 import numpy as np
 from digits_sync import BATCH, EPOCHS, fit, loss_and_grads, new_parameters
-from sklearn.datasets import load_digits  # pip install scikit-learn
+
+try:
+    from sklearn.datasets import load_digits
+except ImportError:
+    raise SystemExit("this example needs scikit-learn: pip install scikit-learn") from None
 
 import allred
 

@@ -12,7 +12,11 @@ import sys
 import tempfile
 
 from pyspark.sql import SparkSession
-from sklearn.datasets import load_digits  # pip install scikit-learn
+
+try:
+    from sklearn.datasets import load_digits
+except ImportError:
+    raise SystemExit("this example needs scikit-learn: pip install scikit-learn") from None
 
 from allred.spark.ml import AllredEstimator
 

@@ -11,7 +11,11 @@ The last line is:
 
 import torch  # pip install torch; the CPU build: docs/install.md
 import torch.distributed as dist
-from sklearn.datasets import load_digits  # pip install scikit-learn
+
+try:
+    from sklearn.datasets import load_digits
+except ImportError:
+    raise SystemExit("this example needs scikit-learn: pip install scikit-learn") from None
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel

@@ -9,7 +9,11 @@ ALLRED_CONSISTENCY is async, bounded or sync. The servers run the torch optimize
 """
 
 import torch  # pip install torch; the CPU build: docs/install.md
-from sklearn.datasets import load_digits  # pip install scikit-learn
+
+try:
+    from sklearn.datasets import load_digits
+except ImportError:
+    raise SystemExit("this example needs scikit-learn: pip install scikit-learn") from None
 from torch import nn
 from torch.nn.functional import cross_entropy
 

@@ -29,7 +29,6 @@ from allred.comm.ops import Compression, narrows
 from allred.command_line import Parser
 from allred.errors import ConfigError
 
-_PROGRAM = "python -m allred bench"
 _MPI_PREFIXES = ("OMPI_MCA_", "MPIR_CVAR_", "I_MPI_", "UCX_", "FI_")
 _SET_BY_LAUNCHER = {f"OMPI_MCA_{name}" for name in ("PREFIXES", "num_procs", "initial_wdir", "cpu_type")}
 
@@ -50,7 +49,7 @@ class Benchmark(NamedTuple):
     description: str | None = None
 
 
-def main(arguments: list[str], program: str = _PROGRAM) -> int:
+def main(arguments: list[str], program: str = "") -> int:
     """Run the benchmark that the arguments name. Returns the exit code: 0, 1 (wrong result) or 2 (wrong argument)."""
     options = command_line.parse(lambda words: parse(words, program), arguments)
     if isinstance(options, int):
@@ -120,14 +119,14 @@ def before_mpi(against_mpi: bool) -> dict[str, str]:
     }
 
 
-def parse(arguments: list[str], program: str = _PROGRAM) -> argparse.Namespace:
+def parse(arguments: list[str], program: str = "") -> argparse.Namespace:
     """The checked options. On a wrong argument, prints one line and raises SystemExit.
 
     >>> parse(["allreduce", "--sizes", "4,1KiB"]).items
     [4, 1024]
     """
     parser = Parser(
-        prog=program,
+        prog=program or command_line.program("bench"),
         description="Measure collectives on all ranks that mpirun started. Results are verified.",
         epilog=measure.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -16,7 +16,7 @@ from allred.checkpoint.directory import damage, list_committed, list_unfinished,
 from allred.checkpoint.entry import Entry
 from allred.checkpoint.files import MANIFEST, Manifest, read_manifest
 from allred.checkpoint.restore import verify
-from allred.command_line import Parser
+from allred.command_line import Parser, program
 from allred.errors import CheckpointError
 from allred.wording import count
 
@@ -30,12 +30,12 @@ def main(arguments: list[str]) -> int:
         found = _checkpoints(path)
         return {"ls": _ls, "show": _show, "verify": _verify}[options.command](path, found)
     except CheckpointError as error:
-        print(f"python -m allred checkpoint: {error}", file=sys.stderr)
+        print(f"{program('checkpoint')}: {error}", file=sys.stderr)
         return 2
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="python -m allred checkpoint", description="Inspect checkpoints.")
+    parser = Parser(prog=program("checkpoint"), description="Inspect checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="ls|show|verify")
     for name, text in (
         ("ls", "print a line for each checkpoint; compares the lengths of the shards"),

@@ -47,7 +47,7 @@ _SLOW = "if the machine is slow, add --limit-s 120"
 def main(arguments: list[str]) -> int:
     """Run the doctor; the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m allred doctor",
+        prog=command_line.program("doctor"),
         description="Finds problems of MPI, this host and allred, and suggests commands. Compares ranks under mpirun.",
         epilog="Verdicts: ok; note (good to know); warn (slow, or not as intended); FAIL (the exit code is 1).",
     )

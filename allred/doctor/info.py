@@ -29,7 +29,9 @@ _PREFIX = "ALLRED_"
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m allred info", description="Versions, paths, backend, settings.")
+    parser = argparse.ArgumentParser(
+        prog=command_line.program("info"), description="Versions, paths, backend, settings."
+    )
     parser.add_argument("--config", action="store_true", help="every setting: type, default, value and its source")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     options = command_line.parse(parser.parse_args, arguments)

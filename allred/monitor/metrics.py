@@ -1,9 +1,10 @@
 """The metrics endpoint for Prometheus: a process on the chief's host, which asks the watcher at each scrape.
 
-python metrics.py JOB ADDRESS     prints "ok" or an error; ends with the job
+python metrics.py JOB ADDRESS     prints the URL or an error; ends with the job
 """
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -79,6 +80,16 @@ def parse_address(text: str) -> tuple[str, int]:
     return host.strip("[]") or "127.0.0.1", int(port)
 
 
+def url(host: str, port: int) -> str:
+    """Return the address that a browser opens.
+
+    >>> url("127.0.0.1", 9100), url("::1", 9100)
+    ('http://127.0.0.1:9100/metrics', 'http://[::1]:9100/metrics')
+    """
+    name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    return f"http://{name}:{port}/metrics"
+
+
 def main(job: str, address: str) -> None:
     """Serve until the job ends."""
     try:
@@ -100,7 +111,7 @@ def main(job: str, address: str) -> None:
                     return print(f"cannot listen on {host} port {port}: {error.strerror}", flush=True)
                 time.sleep(RETRY_S)
         registry.register(Collector(connection))
-        print("ok", flush=True)
+        print(url(host, port), flush=True)
         null = os.open(os.devnull, os.O_RDWR)
         os.dup2(null, 1)
         lifeline.wait_for_end()

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from allred.command_line import Parser, fail, parse
+from allred.command_line import Parser, fail, parse, program
 from allred.errors import AllredError
 from allred.monitor import web
 from allred.monitor.state import State, follow, state
@@ -20,7 +20,7 @@ _LINE = "in Python at "
 
 def _parser(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(
-        prog="python -m allred top",
+        prog=program("top"),
         description="Shows a job that runs on this host: of each rank the global step, its speed, its share of waiting "
         "for other ranks, its state and source line; and which rank delays which. Works while ranks hang. On a job of "
         "several hosts, run it on the host of rank 0. Without a terminal it prints one table.",
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
             return show(follow(options.job))
         return 0
     except AllredError as error:
-        return fail(f"python -m allred top: {error}", 1)
+        return fail(f"{program('top')}: {error}", 1)
     except KeyboardInterrupt:
         return 0
 
@@ -66,7 +66,7 @@ def show(states: Iterator[State]) -> int:
         from rich.console import Console
         from rich.live import Live
     except ImportError:
-        return fail("allred top needs rich: pip install rich; or add --json or --web", 1)
+        return fail(f"{program('top')} needs rich: pip install rich; or add --json or --web", 1)
     console = Console(width=None if sys.stdout.isatty() else 160)
     if not console.is_terminal:
         console.print(table(next(states)))

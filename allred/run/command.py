@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from allred.command_line import Parser, fail, parse
+from allred.command_line import Parser, fail, parse, program
 from allred.errors import AllredError, ConfigError
 from allred.run import host_list, mpirun
 from allred.run.runner import RESIZE_PURPOSE, JobOptions, Runner
@@ -25,7 +25,7 @@ reported success.
 
 
 def _parser(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser(prog="python -m allred run", description=_DESCRIPTION)
+    parser = Parser(prog=program("run"), description=_DESCRIPTION)
     add = parser.add_argument
     add("-np", "-n", type=_number, metavar="N", help="number of ranks; default: the slots of the hosts")
     add("--hosts", default="", metavar="LIST", help="hosts and their slots: node1:4,node2:4")
@@ -69,13 +69,13 @@ def main(arguments: list[str]) -> int:
             assigned = wanted.find_hosts().assign(wanted.target)
             settings = {**wanted.settings, **mpirun.torch_variables(assigned, os.environ)}
             environ = {**os.environ, **settings}
-            program = mpirun.with_rank(wanted.program)
-            words = mpirun.command(launch, assigned, program, environ, mpirun.is_root())
+            rank_words = mpirun.with_rank(wanted.program)
+            words = mpirun.command(launch, assigned, rank_words, environ, mpirun.is_root())
             print(mpirun.describe(settings, words))
             return 0
         return Runner(wanted, launch).run()
     except AllredError as error:
-        return fail(f"python -m allred run: {error}")
+        return fail(f"{program('run')}: {error}")
 
 
 def make_options(options: argparse.Namespace, find_hosts: Callable[[], host_list.HostList] | None = None) -> JobOptions:
@@ -106,7 +106,7 @@ def make_options(options: argparse.Namespace, find_hosts: Callable[[], host_list
         raise ConfigError(f"{target} ranks are not within {' and '.join(limits)}")
     if options.num_ps and options.mode != "ps":
         raise ConfigError("--num-ps needs --mode ps")
-    program = _with_output(options, mpirun.program_words([options.program, *options.arguments], options.is_module))
+    words = _with_output(options, mpirun.program_words([options.program, *options.arguments], options.is_module))
     settings: dict[str, str] = {}
     if options.mode:
         settings["ALLRED_MODE"] = options.mode
@@ -114,7 +114,7 @@ def make_options(options: argparse.Namespace, find_hosts: Callable[[], host_list
         settings["ALLRED_NUM_PS"] = str(options.num_ps)
     name = options.name or f"{Path(options.program).stem}-{os.getpid()}"
     return JobOptions(
-        name, program, target, least, most, options.restarts, settings, find_hosts, watches,
+        name, words, target, least, most, options.restarts, settings, find_hosts, watches,
     )  # fmt: skip
 
 
@@ -135,8 +135,8 @@ def _with_output(options: argparse.Namespace, words: list[str]) -> list[str]:
 
 def _resize_parser(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(
-        prog="python -m allred resize",
-        description="Changes the number of ranks of a job that `python -m allred run` has started on this host: its "
+        prog=program("resize"),
+        description="Changes the number of ranks of a job that `allred run` has started on this host: its "
         "session writes a checkpoint after the current step, and the job starts again with the new number.",
     )
     parser.add_argument("job", nargs="?", default="", help="its name; not needed if one job runs")
@@ -155,8 +155,8 @@ def resize(arguments: list[str]) -> int:
         channel.send({"np": options.np})
         reply = channel.receive_one(time.monotonic() + RESIZE_S)
     except (AllredError, HandshakeError, OSError, ValueError) as error:
-        return fail(f"python -m allred resize: {error}", 1)
+        return fail(f"{program('resize')}: {error}", 1)
     if reply["code"]:
-        return fail(f"python -m allred resize: {reply['text']}", 1)
+        return fail(f"{program('resize')}: {reply['text']}", 1)
     print(reply["text"])
     return 0

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from allred.command_line import Parser
+from allred.command_line import Parser, program
 from allred.errors import InputError
 from allred.page import write_page
 from allred.timeline.rank_file import RankTimeline, Span, read_timeline
@@ -28,7 +28,7 @@ _JOIN = "join"  # the operation of a rank that has joined
 
 def main(arguments: list[str]) -> int:
     what = "Evaluates timelines that ALLRED_TIMELINE=DIR has recorded."
-    parser = Parser(prog="python -m allred timeline", description=what)
+    parser = Parser(prog=program("timeline"), description=what)
     commands = parser.add_subparsers(dest="what", required=True, metavar="merge|show")
     text = "write a trace of all ranks, DIR/trace.json, for ui.perfetto.dev; print a summary"
     merge = commands.add_parser("merge", help=text, description=text)
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
             directory = pathlib.Path(options.directory)
             _merge(directory, pathlib.Path(options.output or directory / "trace.json"))
     except InputError as error:
-        print(f"python -m allred timeline: {error}", file=sys.stderr)
+        print(f"{program('timeline')}: {error}", file=sys.stderr)
         return 2
     return 0
 

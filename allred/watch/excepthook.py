@@ -16,12 +16,15 @@ import functools
 import os
 import sys
 import threading
+import time
 import traceback
 import types
 from collections.abc import Callable
 from typing import Any
 
 from allred import world
+from allred.errors import AllredError
+from allred.runtime.timings import PRINT_FIRST_S
 from allred.watch import exit_callbacks
 from allred.watch.exit_callbacks import delayed_handlers
 
@@ -87,6 +90,9 @@ def _handle(
         exit_callbacks.call_and_print(error)
     try:
         shown = _report(kind, error, trace) if ends else _note_passed(kind, error, trace)
+        if ends and isinstance(error, AllredError) and error.raised_by_all is not None:
+            shown = False
+            _print_message(kind, error, error.raised_by_all)
     finally:
         try:
             if shown:
@@ -96,6 +102,14 @@ def _handle(
                 watcher.is_exiting = ends
             if ends:
                 _end_with(_STATUS.get(kind, 1))
+
+
+def _print_message(kind: type[BaseException], error: BaseException, rank: int) -> None:
+    """Print an error that all ranks raise, once and without a traceback."""
+    if rank:
+        time.sleep(PRINT_FIRST_S)  # a launcher ends all ranks with the first
+    else:
+        print(f"allred: {kind.__name__}: {error}", file=sys.stderr, flush=True)
 
 
 @delayed_handlers(run_after=False)

@@ -88,8 +88,8 @@ def start(
         except OSError as error:
             problem = f"{error.strerror or error}"
     if shape.rank == 0 and config.metrics != "none" and not problem:
-        why = _serve_metrics(_job_name(config), config.metrics)
-        log.warning(f"ALLRED_METRICS={config.metrics}: no metrics: {why}" if why else f"metrics at {config.metrics}")
+        url, why = _serve_metrics(_job_name(config), config.metrics)
+        log.warning(f"metrics at {url}" if url else f"ALLRED_METRICS={config.metrics}: no metrics: {why}")
     problems = communicator.allgather_object(problem).wait()
     bad = {rank: text for rank, text in enumerate(problems) if text}
     if bad:
@@ -116,8 +116,8 @@ def _start_watcher(shape: Numbering, config: Config, address: str, expendable: t
     return here | detached.start(_MODULE, dataclasses.asdict(settings), process=_take_spawned())
 
 
-def _serve_metrics(job: str, address: str) -> str:
-    """Start the process of the metrics endpoint. Return the problem, or ""."""
+def _serve_metrics(job: str, address: str) -> tuple[str, str]:
+    """Start the process of the metrics endpoint. Return its URL, or "" and the problem."""
     with tempfile.TemporaryFile() as answers:
         try:
             process = subprocess.Popen(
@@ -125,13 +125,13 @@ def _serve_metrics(job: str, address: str) -> str:
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=answers,
             )  # fmt: skip
         except OSError as error:
-            return str(error)
+            return "", str(error)
         assert process.stdout is not None
         with process.stdout:
             line = process.stdout.readline().decode().strip()
         answers.seek(0)
         last = answers.read().decode(errors="replace").strip().rpartition("\n")[2]
-    return "" if line == "ok" else line or last or "it ended at once"
+    return (line, "") if line.startswith("http://") else ("", line or last or "it ended at once")
 
 
 def _job_name(config: Config) -> str:

@@ -59,6 +59,26 @@ def test_digits_under_mpirun(mpi, ranks):
     assert f"{ranks} rank{'s' * (ranks > 1)} on " in result.err
 
 
+def test_examples_without_scikit_learn_say_what_to_install():
+    """But scipy_lockstep.py, which is a short block of a page: a comment behind the import says it."""
+    names = [path.stem for path in (ROOT / "examples").glob("*.py") if "sklearn" in path.read_text()]
+    names.remove("scipy_lockstep")
+    assert len(names) > 8
+    code = f"""
+import ast, pathlib, sys
+sys.modules["sklearn"] = None
+for name in {names}:
+    tree = ast.parse(pathlib.Path({str(ROOT / "examples")!r}, f"{{name}}.py").read_text())
+    guards = [node for node in ast.walk(tree) if isinstance(node, ast.Try) and "sklearn" in ast.unparse(node)]
+    try:
+        exec(compile(ast.Module(guards[:1], []), name, "exec"))
+    except SystemExit as end:
+        print(end.code)
+"""
+    result = python("-c", code)
+    assert result.out == "this example needs scikit-learn: pip install scikit-learn\n" * len(names), result.text
+
+
 def test_digits_without_mpirun():
     check_digits(python(DIGITS, env=ONE_THREAD), 1)
 

@@ -151,7 +151,7 @@ def test_the_metrics_end_with_the_job(tmp_path):
     steps = [float(page.split(label)[1].split()[0]) for page in (first, second)]
     assert 0 < steps[0] < steps[1]
     assert 'phase="waiting"' in first
-    assert f"metrics at {port}" in job.text
+    assert f"allred: metrics at http://127.0.0.1:{port}/metrics\n" in job.text
     for _ in range(100):
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)):

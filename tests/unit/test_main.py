@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+import allred
 from allred.__main__ import main
 from allred.timeline.recorder import Recorder
 
@@ -46,3 +47,16 @@ def test_missing_or_unknown_command_is_exit_code_2(arguments, message, capsys):
     assert main(arguments) == 2
     out, err = capsys.readouterr()
     assert (out, message in err) == ("", True)
+
+
+@pytest.mark.parametrize(
+    ("typed", "shown"), [("/env/bin/allred", "allred"), ("/env/allred/__main__.py", "python -m allred")]
+)
+def test_usage_and_errors_have_the_name_that_was_typed(typed, shown, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [typed])
+    assert main(["--version"]) == main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"allred {allred.__version__}\nusage: {shown} COMMAND ...\n")
+    assert main(["run"]) == main(["top", "no-such-job"]) + 1 == 2
+    err = capsys.readouterr().err.splitlines()
+    assert [line.partition(":")[0] for line in err] == [f"{shown} run", f"{shown} top"], err
