@@ -28,6 +28,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+from allred.counters import Shares, shares
 from allred.errors import AllredError
 from allred.monitor import open_job
 from allred.watch import job_directory
@@ -59,13 +60,11 @@ def state_of(before: State, now: State, scalars: dict[str, list[Any]] | None = N
 
 def _speed(before: State, now: State, seconds: float) -> State:
     made = {key: now[key] - before[key] for key in _SUMS}
-    spent, waiting, communicating = made["seconds"], made["waiting_s"], made["communicating_s"]
+    parts = shares(made["seconds"], made["waiting_s"], made["communicating_s"])
     return {
         "steps_per_s": made["steps"] / seconds if seconds > 0 and now["steps"] else None,
         "examples_per_s": made["examples"] / seconds if seconds > 0 and now["examples"] else None,
-        "computing": max(0.0, 1 - (waiting + communicating) / spent) if spent else None,
-        "waiting": waiting / spent if spent else None,
-        "communicating": communicating / spent if spent else None,
+        **(dict.fromkeys(Shares._fields) if parts is None else parts._asdict()),
         "staleness_mean": made["staleness"] / made["steps"] if made["steps"] else None,
     }
 
