@@ -24,26 +24,41 @@ def series(url: str, query: str, start: float) -> list[dict]:
         return json.load(answer)["data"]["result"]
 
 
+def lines(url: str, panel: dict, job: str, start: float) -> dict[str, tuple[list[float], list[float]]]:
+    """Return {label: (seconds, values)} of a panel."""
+    found = {}
+    for target in panel["targets"]:
+        for line in series(url, target["expr"].replace("$job_name", job).replace("[1m]", "[10s]"), start):
+            name = target.get("legendFormat", "")
+            for key, value in line["metric"].items():
+                name = name.replace("{{" + key + "}}", value)
+            found[name] = [at - start for at, _ in line["values"]], [float(value) for _, value in line["values"]]
+    return found
+
+
 def main(url: str, job: str, seconds: str) -> None:
-    panels, start = json.loads((DOCS / "grafana.json").read_text())["panels"], time.time() - float(seconds)
-    figure, axes = plt.subplots(-(-len(panels) // 2), 2, figsize=(12, 13))
-    for axis, panel in zip(axes.ravel(), panels, strict=False):
-        for target in panel["targets"]:
-            query = target["expr"].replace("$job_name", job).replace("[1m]", "[10s]")
-            for line in series(url, query, start):
-                name = target.get("legendFormat", "")
-                for key, value in line["metric"].items():
-                    name = name.replace("{{" + key + "}}", value)
-                axis.plot(*zip(*((at - start, float(value)) for at, value in line["values"]), strict=True), label=name)
-                if name:
-                    axis.legend(fontsize=7)
-        axis.set_title(panel["title"], fontsize=10)
-        axis.set_xlabel("s", fontsize=8)
+    """Draw the panels that are not zero throughout."""
+    start = time.time() - float(seconds)
+    panels = {
+        panel["title"]: lines(url, panel, job, start)
+        for panel in json.loads((DOCS / "grafana.json").read_text())["panels"]
+    }
+    panels = {title: drawn for title, drawn in panels.items() if any(any(values) for _, values in drawn.values())}
+    plt.rcParams.update({"font.size": 13, "axes.titlesize": 14, "lines.linewidth": 2})
+    figure, axes = plt.subplots(-(-len(panels) // 2), 2, figsize=(13, 3.4 * -(-len(panels) // 2)), squeeze=False)
+    for axis, (title, drawn) in zip(axes.ravel(), panels.items(), strict=False):
+        for name, (times, values) in drawn.items():
+            axis.plot(times, values, label=name)
+        if any(drawn):
+            axis.legend(fontsize=11)
+        axis.set_title(title)
+        axis.set_xlabel("s")
+        axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
     for axis in axes.ravel()[len(panels) :]:
         axis.axis("off")
     figure.tight_layout()
-    figure.savefig(DOCS / "dashboard.png", dpi=70)
+    figure.savefig(DOCS / "dashboard.png", dpi=75)
 
 
 if __name__ == "__main__":

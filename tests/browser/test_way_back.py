@@ -36,7 +36,9 @@ def test_the_page_for_an_unknown_address_works_in_a_folder_of_a_server(browser, 
     root = serve(tmp_path)
     pages.requested(browser)
     browser.get(f"{root}/a/folder/404.html")
-    assert f"{root}/a/folder/index.html" in links(browser, "article a")
+    shown = links(browser, "article a")
+    assert f"{root}/a/folder/index.html" in shown
+    assert [url for url in shown if not (tmp_path / url.removeprefix(f"{root}/")).is_file()] == []
     outside = [url for url in pages.requested(browser) if not url.startswith((f"{root}/a/folder/", "data:", "blob:"))]
     assert outside in ([], [f"{root}/favicon.ico"])
     assert pages.console_errors(browser) == []
