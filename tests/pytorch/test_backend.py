@@ -73,7 +73,7 @@ def test_the_paths_of_steady_calls_are_short():
 def test_group_timeout():
     result = run(2, "-c", LATE_RANK_PROGRAM)
     assert result.code != 0
-    words = r"CollectiveTimeout: allreduce\(Sum\) #\d+ float32 \(3,\): not complete after 2 s"
+    words = r"CollectiveTimeout: Timed out: allreduce\(Sum\) #\d+ float32 \(3,\): not complete after 2 s"
     assert re.search(words, result.err), result.text
     assert "in Python at <string>:5" in result.err, result.text
 
