@@ -51,6 +51,7 @@ class Benchmark(NamedTuple):
 
 def main(arguments: list[str], program: str = "") -> int:
     """Run the benchmark that the arguments name. Returns the exit code: 0, 1 (wrong result) or 2 (wrong argument)."""
+    program = program or command_line.program("bench")
     options = command_line.parse(lambda words: parse(words, program), arguments)
     if isinstance(options, int):
         return options

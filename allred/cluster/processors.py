@@ -4,11 +4,13 @@ By default, BLAS and torch start a thread for every core in each rank. More busy
 frequent reason for slow training on CPU hosts, so init() gives each rank its share (`thread_limits`).
 """
 
+import collections
 import dataclasses
 import os
 import pathlib
 import time
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import numpy  # noqa: F401  (loads the BLAS whose threads are counted)
 
@@ -82,17 +84,27 @@ def share(ranks: Sequence[Cores], nodes: Sequence[Hashable], rank: int) -> int:
     >>> share([Cores(frozenset({0, 1, 2, 3}), 4, None, 4, "openblas")] * 2, nodes=[0, 0], rank=1)
     2
     """
-    there = _on_node(ranks, nodes, nodes[rank])
-    return _share(ranks[rank], usable_cores(there), _started(there))
+    return _Node.of(_on_node(ranks, nodes, nodes[rank])).share(ranks[rank])
 
 
-def _started(there: Sequence[Cores]) -> int:
-    """Return the number of ranks of a node."""
-    return max(len(there), *(rank.launched for rank in there))
+class _Node(NamedTuple):
+    """The ranks of a node. cores: of all of them. started: the number of ranks there, also of those that are not in
+    the job. bound: the cores that only one of the ranks may use, if no quota limits these."""
 
+    cores: int
+    started: int
+    bound: frozenset[int]
 
-def _share(own: Cores, cores: int, started: int) -> int:
-    return max(1, min(cores // started, len(own.allowed), own.given or cores))
+    @classmethod
+    def of(cls, there: Sequence[Cores]) -> "_Node":
+        users = collections.Counter(core for rank in there for core in rank.allowed)
+        cores, started = usable_cores(there), max(len(there), *(rank.launched for rank in there))
+        is_bound = len(there) > 1 and cores == len(users)
+        return cls(cores, started, frozenset(core for core, ranks in users.items() if ranks == 1 and is_bound))
+
+    def share(self, own: Cores) -> int:
+        most = len(own.allowed) if own.allowed <= self.bound else self.cores // self.started
+        return max(1, min(most, len(own.allowed), own.given or self.cores))
 
 
 def thread_limits(ranks: Sequence[Cores], nodes: Sequence[Hashable]) -> list[int | None]:
@@ -103,11 +115,10 @@ def thread_limits(ranks: Sequence[Cores], nodes: Sequence[Hashable]) -> list[int
     >>> thread_limits([free, free, free], nodes=[0, 0, 1])
     [2, 2, None]
     """
-    by_node = {node: _on_node(ranks, nodes, node) for node in dict.fromkeys(nodes)}
-    of_node = {node: (usable_cores(there), _started(there)) for node, there in by_node.items()}
+    of_node = {node: _Node.of(_on_node(ranks, nodes, node)) for node in dict.fromkeys(nodes)}
     found: list[int | None] = []
     for own, node in zip(ranks, nodes, strict=True):
-        most, is_alone = _share(own, *of_node[node]), of_node[node][1] == 1
+        most, is_alone = of_node[node].share(own), of_node[node].started == 1
         is_enough = most >= max(own.threads, len(own.allowed))  # libraries that are loaded later start one a core
         found.append(None if is_alone or own.set_by or is_enough else most)
     return found

@@ -1,11 +1,13 @@
 """The threads of BLAS, OpenMP and torch in this process. If several ranks run on a node, `init()` limits each rank to
 its share of the cores, unless the user has set the number; `shutdown()` restores it.
 
-Pools of threads that exist are limited by calls, and libraries that are loaded later, as well as child processes, by
-OMP_NUM_THREADS: OpenBLAS, MKL, BLIS and torch read it.
+Loaded libraries are limited by a call. `OMP_NUM_THREADS` limits libraries that are loaded later, and child processes:
+OpenBLAS, MKL, BLIS and torch read it. The call limits the pool of the whole process, except in MKL and OpenMP, which
+have a number for each thread that calls them.
 """
 
 import dataclasses
+import functools
 import os
 import pathlib
 import sys
@@ -22,8 +24,8 @@ _VARIABLE = "OMP_NUM_THREADS"
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """The threads of one library. kind: "blas", "openmp" or "torch". get, set: return and set their number. OpenMP has
-    one for each thread that calls it, and this is the one of the calling thread."""
+    """The threads of one library. kind: "blas", "openmp" or "torch". get, set: return and set their number; in MKL and
+    OpenMP that of the calling thread."""
 
     name: str
     kind: str
@@ -42,15 +44,25 @@ def pools() -> list[Pool]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about two kinds of OpenMP in one process
         libraries = threadpoolctl.ThreadpoolController().lib_controllers
-    found = [Pool(each.internal_api, each.user_api, each.get_num_threads, each.set_num_threads) for each in libraries]
+    found = [
+        Pool(each.internal_api, each.user_api, each.get_num_threads, functools.partial(_set_threads, each))
+        for each in libraries
+        if each.get_num_threads() is not None  # the library lacks the function
+    ]
     torch: Any = sys.modules.get("torch")
     if hasattr(torch, "set_num_threads"):
         found.insert(0, Pool("torch", "torch", torch.get_num_threads, torch.set_num_threads))
     return found
 
 
+def _set_threads(library: Any, threads: int) -> None:
+    library.set_num_threads(threads)
+    if hasattr(library, "clear_controlling_thread"):  # else threadpoolctl lets no other thread change OpenBLAS's number
+        library.clear_controlling_thread()
+
+
 def _is_default(threads: int) -> bool:
-    """Return whether a library may start this number of threads by default: one a core, also without the second
+    """Return whether a library may start this number of threads by default: one per core, also without the second
     hardware thread of each core (MKL, and so torch), of this process or of the machine."""
     allowed = os.sched_getaffinity(0)
     if threads in (len(allowed), os.cpu_count()):
@@ -60,6 +72,11 @@ def _is_default(threads: int) -> bool:
 
 def _physical(cores: set[int]) -> int:
     """Return the number of cores without the second hardware thread of each."""
+    return _physical_of(frozenset(cores))
+
+
+@functools.cache
+def _physical_of(cores: frozenset[int]) -> int:
     siblings = (pathlib.Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list") for core in cores)
     try:
         return len({path.read_text() for path in siblings})
@@ -68,14 +85,16 @@ def _physical(cores: set[int]) -> int:
 
 
 class ThreadLimit:
-    """Limits the pools of this process to a number of threads, until `restore`. A smaller number and one that the
-    program has chosen stay."""
+    """Lowers the numbers of threads of this process until `restore`. Lower numbers stay, and so do numbers that the
+    program has set, except for BLAS alone, whose default is not known."""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
         self._lowered: list[tuple[Pool, int]] = []
-        for pool in pools():
-            if (before := pool.get()) > threads and not pool.is_chosen:
+        found = pools()
+        chosen = {pool.get() for pool in found if pool.is_chosen}  # torch sets its MKL too
+        for pool in found:
+            if (before := pool.get()) > threads and before not in chosen:
                 pool.set(threads)
                 self._lowered.append((pool, before))
         os.environ[_VARIABLE] = str(threads)

@@ -69,9 +69,9 @@ def _speed(before: State, now: State, seconds: float) -> State:
     }
 
 
-def ended_state(name: str) -> State:
+def ended_state(name: str, scalars: "Scalars") -> State:
     """Return the last state of a job that has ended. Raises AllredError."""
-    now, scalars = job_directory.read_ended(name), Scalars()
+    now = job_directory.read_ended(name)
     zero = {"time": now["begun"], "ranks": [{**rank, **dict.fromkeys(_SUMS, 0)} for rank in now["ranks"]]}
     state = {**state_of(zero, now, scalars.read(now["summaries"])), "ended": True}
     for rank in state["ranks"]:  # training may have begun long after the start
@@ -87,7 +87,7 @@ def state(name: str) -> State:
 
 
 def resolve(name: str) -> str:
-    """Return the name of a job that runs or has ended; of "" that of the only job that runs. Raises AllredError."""
+    """Return the name of a job that runs or has ended; for "", the only job that runs. Raises AllredError."""
     running, last = job_directory.entries(job_directory.JOB), job_directory.ended()
     if name in last:
         return name
@@ -102,13 +102,13 @@ def follow(name: str) -> Generator[State, None, None]:
 
     Only a generator that runs is connected to the job. Raises AllredError if there is no such job.
     """
-    name, last = resolve(name), None
+    name, last, scalars = resolve(name), None, Scalars()
     while True:
         with contextlib.suppress(AllredError), contextlib.closing(_follow_start(name)) as states:
             for last in states:
                 yield last
         try:
-            end = ended_state(name)
+            end = ended_state(name, scalars)
         except AllredError:
             if last is None:
                 raise
@@ -139,11 +139,11 @@ class Scalars:
         self._files: dict[str, _Lines] = {}
 
     def read(self, directories: list[str]) -> dict[str, list[Any]]:
-        """Return the points by name. With several directories the names begin with that of the directory."""
-        found = {}
+        """Return the points by name. With several directories a name begins with the part of the path that differs."""
+        found, common = {}, os.path.commonpath(directories) if len(directories) > 1 else ""
         for directory in directories:
             lines = self._files.setdefault(directory, _Lines(Path(directory, "scalars.jsonl")))
-            prefix = f"{os.path.basename(directory)}: " if len(directories) > 1 else ""
+            prefix = f"{os.path.relpath(directory, common)}: " if common else ""
             lines.read()
             for name, points in lines.points.items():
                 stride = -(-len(points) // MOST_POINTS)

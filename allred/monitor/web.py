@@ -57,8 +57,13 @@ class PageServer(http.server.ThreadingHTTPServer):
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     server: PageServer
+    timeout = 30  # seconds of a read or write: then the connection is closed
 
     def do_GET(self) -> None:
+        with contextlib.suppress(OSError, AllredError, ValueError):  # closed; the last state was removed; a wrong URL
+            self._get()
+
+    def _get(self) -> None:
         url = urllib.parse.urlsplit(self.path)
         token = urllib.parse.parse_qs(url.query).get("token", [""])[0]
         host = (self.headers.get("Host") or "").rpartition(":")[0] or self.headers.get("Host")
@@ -67,8 +72,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         elif url.path == "/":
             self._answer(200, "text/html", render(None))
         elif url.path == "/events":
-            with contextlib.suppress(OSError, AllredError):  # the page was closed; the last state was removed
-                self._stream()
+            self._stream()
         else:
             self._answer(404, "text/plain", "404\n")
 
@@ -90,9 +94,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         with contextlib.closing(follow(self.server.name)) as states:
             for now in states:
                 new = {key: value for key, value in now.items() if key != "scalars" or value != sent.get(key)}
-                text = (
-                    ":" if now == sent else f"data: {json.dumps(new)}"
-                )  # a comment finds out whether the page is open
+                # A line with a colon is a comment; writing it finds out whether the page is open.
+                text = ":" if now == sent else f"data: {json.dumps(new)}"
                 self.wfile.write(f"{text}\n\n".encode())
                 sent = now
 

@@ -15,6 +15,7 @@ The page receives the trace of `merge` as a smaller document; times are in micro
     left_out    the number of spans that the page leaves out, the shortest
 """
 
+import heapq
 import json
 from pathlib import Path
 from typing import Any
@@ -98,15 +99,16 @@ def _finish(
     delays: dict[tuple[int, int], float] = {}
     for rank, late, _, duration in waits:
         delays[rank, late] = delays.get((rank, late), 0.0) + duration / 1e6
-    durations = sorted((span[1] for row in rows for span in row["spans"]), reverse=True)
-    shortest = durations[MOST_SPANS] if len(durations) > MOST_SPANS else -1.0
-    for row in rows:
-        row["spans"] = sorted((span for span in row["spans"] if span[1] > shortest), key=lambda s: (s[0], -s[1]))
+    spans = [(span[1], place, number) for place, row in enumerate(rows) for number, span in enumerate(row["spans"])]
+    longest = {each[1:] for each in heapq.nlargest(MOST_SPANS, spans)}
+    for place, row in enumerate(rows):
+        kept = [span for number, span in enumerate(row["spans"]) if (place, number) in longest]
+        row["spans"] = sorted(kept, key=lambda span: (span[0], -span[1]))
     return {
         "kind": "timeline", **{key: str(trace.get("otherData", {}).get(key, "")) for key in ("title", "summary")},
         "size": max(labels) + 1, "labels": {str(rank): label for rank, label in sorted(labels.items())},
         "kinds": [*texts["kinds"]], "names": [*texts["names"]], "rows": [row for row in rows if row["spans"]],
         "delays": [[*pair, seconds] for pair, seconds in sorted(delays.items())],
         "waits": sorted(waits, key=lambda wait: -wait[3])[:MOST_WAITS],
-        "left_out": len(durations) - sum(len(row["spans"]) for row in rows),
+        "left_out": len(spans) - sum(len(row["spans"]) for row in rows),
     }  # fmt: skip

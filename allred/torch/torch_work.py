@@ -37,7 +37,7 @@ def as_torch_error(error: BaseException) -> BaseException:
 def _torch_class(own: type[AllredError]) -> type[AllredError]:
     class TorchError(own, dist.DistBackendError):  # type: ignore[misc, valid-type]
         def __reduce__(self) -> Any:  # pickle finds classes by their names
-            return own, self.args, vars(self)
+            return own.__new__, (own, *self.args), vars(self)
 
     TorchError.__name__, TorchError.__qualname__, TorchError.__module__ = own.__name__, own.__qualname__, own.__module__
     return TorchError

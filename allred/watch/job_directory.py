@@ -70,9 +70,10 @@ def entries(kind: str) -> dict[str, dict[str, Any]]:
 def write_ended(name: str, state: dict[str, Any]) -> None:
     """Write the last state of a job, and remove those of the oldest jobs. Raises AllredError or OSError."""
     path = directory() / f"{name}{ENDED}"
-    _remove(path)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+    new = path.with_suffix(f".{os.getpid()}")  # a reader sees the whole file
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         json.dump(state, file)
+    new.replace(path)
     for old in _ended_paths()[:-MOST_ENDED]:
         _remove(old)
 

@@ -53,7 +53,9 @@ def test_more_threads_than_cores_after_init_cause_a_warning(ranks, nodes, words)
         ([rank(range(8), 1)] * 2, [0, 0], [4, 4]),  # for torch, which may be loaded later
         ([rank({0}, 1), rank({1}, 1)], [0, 0], [None, None]),  # bound to a core each
         ([rank({0, 1}, 2), rank({2, 3}, 2)], [0, 0], [None, None]),
-        ([rank({0}, 1), rank({1, 2, 3}, 3)], [0, 0], [None, 2]),
+        ([rank({0}, 1), rank({1, 2, 3}, 3)], [0, 0], [None, None]),
+        ([rank({0, 1}, 2, launched=4), rank({2, 3}, 2, launched=4)], [0, 0], [None, None]),  # and others elsewhere
+        ([rank({0, 1}, 2), rank({1, 2}, 2)], [0, 0], [1, 1]),
         ([rank(range(2), 2)] * 5, [0] * 5, [1] * 5),
         ([rank(range(8), 8, set_by=OMP), rank(range(8), 8)], [0, 0], [None, 4]),
         ([rank(range(8), 8, launched=4)] * 2, [0, 0], [2, 2]),  # of a part of the ranks
