@@ -66,7 +66,7 @@ def show(states: Iterator[State]) -> int:
         from rich.console import Console
         from rich.live import Live
     except ImportError:
-        return fail(f"{program('top')} needs rich: pip install rich; or add --json or --web", 1)
+        return fail(f"{program('top')} needs rich: pip install rich; or add --web, --html or --json", 1)
     console = Console(width=None if sys.stdout.isatty() else 160)
     if not console.is_terminal:
         console.print(table(next(states)))
