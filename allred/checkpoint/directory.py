@@ -203,9 +203,11 @@ def list_complete(root: str | os.PathLike[str]) -> list[pathlib.Path]:
 
 
 def newest(root: str | os.PathLike[str]) -> pathlib.Path | None:
-    """Return the last of `list_complete(root)`; None if there is none. Does not check the earlier ones.
+    """Return the path of the newest complete checkpoint in the directory `root`; None if there is none.
 
     Raises CheckpointError: `root` cannot be listed.
+
+    Example: `allred.checkpoint.read_checkpoint(allred.checkpoint.newest("checkpoints"))`.
     """
     return next(filter(_is_complete, reversed(list_committed(pathlib.Path(root)).values())), None)
 

@@ -63,12 +63,12 @@ def modes():
         ]
     left += [box(20, 134, 316, 34, "reduce", "allreduce: the mean"), text(20, 262, "the same parameters on all ranks")]
     right = [text(390, 30, "mode ps: parameter servers update")]
-    right += [box(390, 70, 316, 50, "update", "rank 0, a server: update")]
-    for worker in (1, 2):
-        x = 390 + 170 * (worker - 1)
+    right += [box(390, 70, 316, 50, "update", "a parameter server: update")]
+    for rank in (0, 1):
+        x = 390 + 170 * rank
         right += [arrow(x + 40, 198, x + 40, 124), arrow(x + 106, 120, x + 106, 196)]
         right += [text(x + 44, 150, "push", "start", "small"), text(x + 110, 170, "pull", "start", "small")]
-        right += [box(x, 200, 146, 34, "compute", f"rank {worker}: gradient")]
+        right += [box(x, 200, 146, 34, "compute", f"rank {rank}, a worker: gradient")]
     right += [text(390, 262, "async, bounded staleness, or sync")]
     return picture(730, 285, "Mode sync and mode ps", *left, *right)
 

@@ -107,7 +107,8 @@ def test_every_public_name_has_one_entry():
     """A name that two modules export has one entry."""
     listed = entries()
     public = {f"{module}.{name}" for module, name in public_names()}
-    assert set(listed) <= public
+    reading = {f"allred.checkpoint.{name}" for name in ("SavedTensors", "newest", "read_checkpoint", "verify")}
+    assert set(listed) <= public | reading  # the other names of allred.checkpoint are not for programs
     by_value = {id(value_of(path)): path for path in listed}
     assert len(by_value) == len(listed), "docs/reference has two entries for one object"
     missing = sorted(path for path in public if id(value_of(path)) not in by_value)
