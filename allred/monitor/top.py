@@ -69,17 +69,24 @@ def show(states: Iterator[State]) -> int:
         return fail(f"{program('top')} needs rich: pip install rich; or add --web, --html or --json", 1)
     console = Console(width=None if sys.stdout.isatty() else 160)
     if not console.is_terminal:
-        console.print(table(next(states)))
+        now = next(states)
+        console.print(table(now))
+        _print_message(now, console)
         return 0
     with Live(console=console, screen=False, auto_refresh=False) as live:
         for now in states:
             live.update(table(now), refresh=True)
             if now["ended"]:
                 break
-    for message in now["messages"][-1:]:
-        console.print(message["text"], markup=False, highlight=False)
+    _print_message(now, console)
     console.print(f"job {now['job']} has ended")
     return 0
+
+
+def _print_message(now: State, console: Any) -> None:
+    """Print the last message of the job, if there is one: such as which rank failed."""
+    for message in now["messages"][-1:]:
+        console.print(message["text"], markup=False, highlight=False)
 
 
 def table(now: State) -> Any:

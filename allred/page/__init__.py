@@ -24,8 +24,9 @@ def render(document: dict[str, Any] | None) -> str:
 
 def write_page(path: str, document: dict[str, Any]) -> None:
     """Write the page with a document. Raises InputError."""
+    page = render(document)
     try:
         with open(path, "w", encoding="utf-8") as file:
-            file.write(render(document))
+            file.write(page)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}; choose another path") from None

@@ -67,6 +67,8 @@ def _show(path: pathlib.Path, output: str | None) -> None:
     trace = _trace(path) if is_directory else read_trace(path)
     page = output or str((path if is_directory else path.parent) / "timeline.html")
     write_page(page, page_document(trace))
+    if notes := trace.get("otherData", {}).get("notes"):
+        print(notes, file=sys.stderr)
     print(f"{page}: {trace.get('otherData', {}).get('title') or 'a timeline'}; open it in a browser")
 
 

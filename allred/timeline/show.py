@@ -32,14 +32,18 @@ Trace = dict[str, Any]
 def read_trace(path: Path) -> Trace:
     """Read a trace that `merge` has written. Raises InputError."""
     try:
-        trace: Trace = json.loads(path.read_text("utf-8"))
+        trace: Trace = json.loads(path.read_text("utf-8"), parse_constant=_refuse)
         page_document(trace)
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, TypeError, LookupError, AttributeError):
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         expected = "the directory that ALLRED_TIMELINE named, or the file that `timeline merge` writes"
         raise InputError(f"{path} is no timeline of this version of allred; expected {expected}") from None
     return trace
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"a time is {constant}")
 
 
 def page_document(trace: Trace) -> dict[str, Any]:

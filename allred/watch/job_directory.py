@@ -88,7 +88,9 @@ def read_ended(name: str) -> dict[str, Any]:
     try:
         state: dict[str, Any] = json.loads((directory() / f"{name}{ENDED}").read_text())
     except (OSError, ValueError):
-        raise AllredError(f"job {name} has ended, and its watcher has written no last state") from None
+        raise AllredError(
+            f"job {name}: its watcher does not answer, or ended without a last state; the ranks may still run"
+        ) from None
     return state
 
 
@@ -109,5 +111,6 @@ def choose(name: str, running: dict[str, Any], what: str) -> Any:
     if not name and len(running) == 1:
         return next(iter(running.values()))
     problem = f"no job {name!r}" if name else "which job?" if running else "no job"
-    which = f"running here: {', '.join(running)}" if running else f"no {what} of this user runs on this host"
+    none = f"no {what} of this user runs on this host (no file in {directory()}; XDG_RUNTIME_DIR selects it)"
+    which = f"running here: {', '.join(running)}" if running else none
     raise AllredError(f"{problem}; {which}")

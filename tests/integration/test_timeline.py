@@ -174,6 +174,8 @@ def test_a_world_of_one_has_a_timeline_too_and_the_command_merges_it(tmp_path):
         (None, "cannot read {file}: No such file or directory"),
         ("[1, 2", "{file} is no timeline of this version of allred; expected the directory that ALLRED_TIMELINE named"),
         ("[]", "{file} is no timeline"),
+        ("[" * 200_000, "{file} is no timeline"),
+        ('{"traceEvents": [{"ph": "X", "ts": NaN}]}', "{file} is no timeline"),
         ('{"traceEvents": []}', "{file} is no timeline"),
         ('{"traceEvents": [{"ph": "X", "pid": 0}]}', "{file} is no timeline"),
         (b"\xff\xfe", "{file} is no timeline"),
