@@ -15,11 +15,13 @@ NAME = "allred"
 def register() -> None:
     """Register the backend with torch.distributed. Idempotent; never raises."""
     try:
+        import torch
         import torch.distributed as dist
 
         if not dist.is_available() or NAME in dist.Backend.backend_list:
             return
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+        devices = ["cpu", "cuda"] if torch.cuda.device_count() else ["cpu"]  # torch sends objects to one that is listed
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=devices)
         _wrap_env_handler(importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers)
     except Exception as error:  # then init_process_group raises, and only for this backend
         print(f"allred: cannot register its backend with torch.distributed: {error!r}", file=sys.stderr)

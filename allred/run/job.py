@@ -274,9 +274,11 @@ class Job:
         code = self._process.returncode
         code = 128 - code if code < 0 else code
         if not self._reports and self._lost:
-            return End(1, f"{self._lost}, and no rank had called allred.init()", joined=False)
+            return End(1, f"{self._lost}, before allred.init() was complete on a rank", joined=False)
         if not self._reports:
-            return End(code, f"mpirun ended with exit code {code}, and no rank had called allred.init()", joined=False)
+            return End(
+                code, f"mpirun ended with exit code {code} before allred.init() was complete on a rank", joined=False
+            )
         for reports in self._reports:
             if reports.code:
                 return End(reports.code, reports.text, reports.exception, reports.step, restored=reports.restored)

@@ -63,15 +63,10 @@ _OPS = (
     *((TorchOp.SUM, ReduceOp.SUM), (TorchOp.AVG, ReduceOp.AVERAGE), (TorchOp.PREMUL_SUM, ReduceOp.SUM)),
     *((TorchOp.PRODUCT, ReduceOp.PRODUCT), (TorchOp.MIN, ReduceOp.MIN), (TorchOp.MAX, ReduceOp.MAX)),
 )
-_COMBINE = (
-    *(
-        (TorchOp.SUM, torch.add),
-        (TorchOp.PRODUCT, torch.mul),
-        (TorchOp.MIN, torch.minimum),
-        (TorchOp.MAX, torch.maximum),
-    ),
-    *((TorchOp.BAND, torch.bitwise_and), (TorchOp.BOR, torch.bitwise_or), (TorchOp.BXOR, torch.bitwise_xor)),
-)
+_COMBINE = {
+    "SUM": torch.add, "PRODUCT": torch.mul, "MIN": torch.minimum, "MAX": torch.maximum, "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor,
+}  # fmt: skip
 _BITWISE = ((TorchOp.BAND, np.bitwise_and), (TorchOp.BOR, np.bitwise_or), (TorchOp.BXOR, np.bitwise_xor))
 
 
@@ -105,17 +100,24 @@ def allreduce(
 
 def reduce_locally(tensors: Sequence[torch.Tensor], op: Any) -> torch.Tensor:
     """Return the reduction of tensors of this rank, which have one shape and dtype."""
-    combine = next((function for theirs, function in _COMBINE if op == theirs), None)
+    combine = _COMBINE.get(_op_name(op))
     if combine is None:
-        raise InputError(f"{_op_name(op)} over several tensors of a rank is not available")
-    if len({(each.shape, each.dtype, each.layout) for each in tensors}) != 1:
-        raise InputError("the tensors of a rank must have one shape, dtype and layout; see all_reduce_coalesced")
+        raise InputError(f"{_op_name(op)} over several tensors of a rank is not available; use {', '.join(_COMBINE)}")
+    first = tensors[0]
+    for each in tensors:
+        if (each.shape, each.dtype, each.layout) != (first.shape, first.dtype, first.layout):
+            raise InputError(
+                f"allreduce of a list reduces over its tensors, which must have one shape, dtype and layout; got "
+                f"{first.dtype} {tuple(first.shape)} and {each.dtype} {tuple(each.shape)}; allreduce_coalesced reduces "
+                "each by itself"
+            )
     with torch.no_grad():
         return functools.reduce(combine, tensors)
 
 
 def without_repeated(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors without those that are the same memory as an earlier one."""
+    """Return the tensors without those that are the same memory as an earlier one: gloo reduces such memory once. All
+    ranks must repeat the same ones."""
     found: dict[Any, torch.Tensor] = {}
     for each in tensors:
         place = id(each) if each.is_sparse else (each.data_ptr(), each.shape, each.stride(), each.dtype)

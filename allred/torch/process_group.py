@@ -72,15 +72,15 @@ def operation(kind: str = "", takes_lists: bool = True) -> Callable[[Callable[..
             if kind and not (arguments and hasattr(arguments[-1], "timeout")):
                 arguments = with_options(arguments, takes_lists)
             try:
-                work = method(self, *arguments)
-            except AllredError as error:
                 try:
-                    if kind and isinstance(error, InputError):
+                    work = method(self, *arguments)
+                except InputError as error:
+                    if kind:
                         self._raise_everywhere(kind, f"{method.__name__}()", error)
                     raise
-                except AllredError as raised:
-                    as_torch_error(raised)
-                    raise
+            except AllredError as error:
+                as_torch_error(error)
+                raise
             if getattr(arguments[-1], "asyncOp", True) is False:
                 work.wait()
             return work
@@ -162,7 +162,7 @@ class ProcessGroupAllred(dist.ProcessGroup):
         """As in gloo, all tensors become the tensor `opts.rootTensor` of the root."""
         root, index = self._global_rank(opts.rootRank), getattr(opts, "rootTensor", 0)
         if not 0 <= index < len(tensors):
-            raise InputError(f"rootTensor is {index}, of {len(tensors)} tensors")
+            raise InputError(f"rootTensor is {index}; expected the index of one of {len(tensors)} tensors")
         array = group_operations.flat_view(as_raw_array(tensors[index]))
         parts: list[StartedOperation] = [(self.communicator.broadcast(array, root, in_place=True), None)]
         if len(tensors) > 1:

@@ -23,14 +23,13 @@ from allred.comm.work import Work
 from allred.errors import AllredError, CollectiveTimeout, InputError
 
 
-def as_torch_error(error: BaseException) -> BaseException:
+def as_torch_error(error: BaseException) -> None:
     """Make an error of allred an instance of torch's DistBackendError, a RuntimeError, too: programs catch these around
-    collectives. Its own class stays. Returns `error`."""
+    collectives. It stays an instance of its own class."""
     if isinstance(error, AllredError) and not isinstance(error, dist.DistBackendError):
         if isinstance(error, CollectiveTimeout):
             error.args = (f"Timed out: {error}",)
         error.__class__ = _torch_class(type(error))  # type: ignore[arg-type]  # a class is hashable
-    return error
 
 
 @functools.cache
@@ -116,7 +115,8 @@ class TorchWork(_distributed_c10d.Work):
                     finish(result)
                 del self._parts[0]
         except BaseException as error:
-            self._error = as_torch_error(error)
+            as_torch_error(error)
+            self._error = error
             self._parts, self._outputs = [], []  # the error's frames refer to this object, and would keep the tensors
             raise
         finally:

@@ -223,6 +223,18 @@ def lists_of_tensors(rank, size):
             check_against_gloo(size, other_shapes)
 
 
+def sharded_tensors(rank, size):
+    """Regression: shards on CPUs were sent to a GPU that does not exist."""
+    from torch.distributed._shard import sharded_tensor
+
+    place = sharded_tensor.ShardMetadata([2 * rank, 0], [2, 3], f"rank:{rank}/cpu")
+    shard = sharded_tensor.Shard(rank_tensor(rank, 2, 3), place)
+    whole = torch.empty(2 * size, 3) if rank == 0 else None
+    sharded_tensor.init_from_local_shards([shard], 2 * size, 3).gather(0, whole)
+    if rank == 0:
+        assert_same(whole, torch.cat([rank_tensor(r, 2, 3) for r in range(size)]), size)
+
+
 def reduce(rank, size):
     for root in range(size):
 
@@ -704,11 +716,14 @@ def one_of_several(rank, size):
         assert_fails(lambda: dist.all_reduce_coalesced([]), "got an empty list")
     assert_fails(lambda: world.allreduce([]).wait(), "got an empty list")
     two = [torch.ones(1), torch.ones(2)]
-    assert_fails(lambda: world.allreduce(two if rank else two[:1]).wait(), "must have one shape")
+    assert_fails(
+        lambda: world.allreduce(two if rank else two[:1]).wait(),
+        r"must have one shape, dtype and layout; got torch.float32 \(1,\) and torch.float32 \(2,\)",
+    )
     assert_fails(lambda: world.allreduce([two[0]] * 2, dist.ReduceOp.AVG).wait(), "AVG over several tensors")
     options = dist.BroadcastOptions()
     options.rootTensor = 2
-    assert_fails(lambda: world.broadcast(two, options).wait(), "rootTensor is 2, of 2")
+    assert_fails(lambda: world.broadcast(two, options).wait(), "rootTensor is 2; expected the index of one of 2")
 
 
 def assert_fails(call, words, kind=(InputError, MismatchError)):
@@ -744,6 +759,7 @@ CASES = [
     all_reduce,
     all_reduce_of_other_tensors,
     lists_of_tensors,
+    sharded_tensors,
     other_operators,
     sparse,
     coalesced,
