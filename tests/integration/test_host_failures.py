@@ -155,11 +155,13 @@ def test_the_job_ends_if_all_processes_of_a_host_are_killed_at_once(mpi, tmp_pat
     if mpi == "mpich":
         assert result.code != 0
         assert f"allred: rank 1 on {here.names[1]} has ended without a report: all processes" in result.err, result.text
-    else:  # mpirun ends in milliseconds with code 0 and leaves rank 0, whose output has no reader then
+    else:
+        # mpirun names the host and ends in milliseconds, often with code 0. Rank 0 has been ended by it, or is left
+        # without a reader of its output. Which of the two losses it notices first depends on the scheduler.
         assert here.names[1] in result.text, result.text
-        # Which of the two is noticed first depends on the scheduler.
         lost = f"the TCP connection to host {here.names[1]} (rank 1) was lost"
-        assert lost in raised[0] or "has lost its launcher: prterun" in raised[0], raised
+        found = raised.get(0, lost)
+        assert lost in found or "has lost its launcher: prterun" in found, (raised, result.text)
 
 
 @pytest.mark.parametrize("mpi", MPIS)
