@@ -24,8 +24,8 @@ _VARIABLE = "OMP_NUM_THREADS"
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """The threads of one library. kind: "blas", "openmp" or "torch". get, set: return and set their number; in MKL and
-    OpenMP that of the calling thread."""
+    """The threads of one library. kind: "blas", "openmp" or "torch". get, set: return and set their number. MKL and
+    OpenMP have a number for each calling thread."""
 
     name: str
     kind: str
@@ -64,19 +64,13 @@ def _set_threads(library: Any, threads: int) -> None:
 def _is_default(threads: int) -> bool:
     """Return whether a library may start this number of threads by default: one per core, also without the second
     hardware thread of each core (MKL, and so torch), of this process or of the machine."""
-    allowed = os.sched_getaffinity(0)
-    if threads in (len(allowed), os.cpu_count()):
-        return True
-    return threads in (_physical(allowed), _physical(set(range(os.cpu_count() or 1))))
-
-
-def _physical(cores: set[int]) -> int:
-    """Return the number of cores without the second hardware thread of each."""
-    return _physical_of(frozenset(cores))
+    allowed, of_machine = frozenset(os.sched_getaffinity(0)), frozenset(range(os.cpu_count() or 1))
+    return threads in (len(allowed), len(of_machine)) or threads in (_physical(allowed), _physical(of_machine))
 
 
 @functools.cache
-def _physical_of(cores: frozenset[int]) -> int:
+def _physical(cores: frozenset[int]) -> int:
+    """Return the number of cores without the second hardware thread of each."""
     siblings = (pathlib.Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list") for core in cores)
     try:
         return len({path.read_text() for path in siblings})

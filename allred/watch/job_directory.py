@@ -68,7 +68,7 @@ def entries(kind: str) -> dict[str, dict[str, Any]]:
 
 
 def write_ended(name: str, state: dict[str, Any]) -> None:
-    """Write the last state of a job, and remove those of the oldest jobs. Raises AllredError or OSError."""
+    """Write the last state of a job, and remove the last states of the oldest jobs. Raises AllredError or OSError."""
     path = directory() / f"{name}{ENDED}"
     new = path.with_suffix(f".{os.getpid()}")  # a reader sees the whole file
     with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:

@@ -173,7 +173,7 @@ def _read(pipe: int) -> bytes:
 
 
 def program_line(stack: str) -> str:
-    """Return the innermost line of the user's program in a stack of faulthandler; that of a library if there is none.
+    """Return the innermost line of the user's program in a stack of faulthandler, or a line of a library.
 
     >>> program_line('File "/lib/python3.11/threading.py", line 9 in wait\\nFile "/home/me/train.py", line 87 in step')
     'in Python at train.py:87 (step)'
