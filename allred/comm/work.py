@@ -185,6 +185,15 @@ class Work(Generic[T]):
             self.end.order_callers()
         return self._result  # type: ignore[return-value]
 
+    def run_in_thread(self, timeout_s: float | None, started: float) -> bool:
+        """In a thread that is not the program's, make progress without waiting. Return whether it is complete.
+
+        Raises CollectiveTimeout `timeout_s` after `started`, a time of time.perf_counter().
+        """
+        if not self._finished:
+            self._queue.run_in_thread(self, self._queue.timeout_s if timeout_s is None else timeout_s, started)
+        return self._finished
+
     def synchronize(self, timeout_s: float | None = None) -> T:
         """As `wait`, but for device arrays the host also waits until the GPU has finished."""
         result = self.wait(timeout_s)
@@ -296,13 +305,31 @@ class WorkQueue:
 
     def _run_for_others(self) -> None:
         """Run the whole queue without waiting, unless another thread does."""
-        if not self._works or self.poisoned or not self._running_for_others.acquire(False):
+        with self._exclusive_for_others() as runs:
+            if runs and self._works and not self.poisoned:
+                self._progress(self._works[-1])
+
+    def run_in_thread(self, work: Work[Any], limit_s: float, started: float) -> None:
+        """As `_run_for_others`, for `Work.run_in_thread`."""
+        self._check_usable()
+        with self._exclusive_for_others() as runs:
+            if runs and not self.poisoned and not self._progress(work):
+                late_s = time.perf_counter() - started - limit_s
+                if late_s > 0 or world.error() is not None:
+                    self._wait(work, limit_s, started)
+
+    @contextlib.contextmanager
+    def _exclusive_for_others(self) -> Iterator[bool]:
+        """Yield whether this thread may run the queue: no other one does. The program's thread waits until the end."""
+        if not self._running_for_others.acquire(False):
+            yield False
             return
         try:
-            if self.engine.acquire(False):
-                try:
-                    self._progress(self._works[-1])
-                finally:
+            runs = self.engine.acquire(False)
+            try:
+                yield runs
+            finally:
+                if runs:
                     self.engine.release()
         finally:
             self._running_for_others.release()
@@ -312,10 +339,11 @@ class WorkQueue:
         with self._exclusive():
             self._wait(work, timeout_s)
 
-    def _wait(self, work: Work[Any], timeout_s: float | None) -> None:
+    def _wait(self, work: Work[Any], timeout_s: float | None, started: float | None = None) -> None:
+        """started: when the time limit began to run; default: now."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         start = last_progress = now = time.perf_counter()
-        deadline, taken = start + limit_s, (self.steps_taken, 0)
+        deadline, taken = (start if started is None else started) + limit_s, (self.steps_taken, 0)
         long_wait: Wait | None = None
         others = [queue for queue in world.queues() if queue is not self and queue._works]
         watcher = world.watcher()
@@ -405,15 +433,18 @@ class WorkQueue:
                 if not self.engine.acquire(False):
                     raise AllredError(_IN_ITSELF if _is_in_itself() else _TWO_THREADS)
         try:
-            if self.poisoned:
-                if (error := world.error()) is not None:
-                    raise error
-                raise AllredError(
-                    f"this communicator cannot be used any more: {self.poisoned}; end the job and start again"
-                )
+            self._check_usable()
             yield
         finally:
             self.engine.release()
+
+    def _check_usable(self) -> None:
+        if self.poisoned:
+            if (error := world.error()) is not None:
+                raise error
+            raise AllredError(
+                f"this communicator cannot be used any more: {self.poisoned}; end the job and start again"
+            )
 
 
 def _is_in_itself() -> bool:

@@ -126,18 +126,18 @@ def without_repeated(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def with_copies(
-    parts: Sequence[StartedOperation], source: torch.Tensor, copies: Sequence[torch.Tensor]
+    parts: Sequence[StartedOperation], pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> list[StartedOperation]:
-    """Return the operations; when they are complete, `source` is copied into other tensors."""
+    """Return the operations; when they are complete, the second tensor of each pair is copied into the first."""
     *others, (work, convert) = parts
 
     def finish(result: Any) -> None:
         if convert is not None:
             convert(result)
         with torch.no_grad():
-            for each in copies:
-                if each is not source:
-                    each.copy_(source)
+            for target, source in pairs:
+                if target is not source:
+                    target.copy_(source)
 
     return [*others, (work, finish)]
 

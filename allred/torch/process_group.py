@@ -26,7 +26,7 @@ from allred.comm import process_set
 from allred.comm.communicator import Communicator
 from allred.comm.work import call_site
 from allred.errors import AllredError, InputError
-from allred.torch import group_operations, rendezvous
+from allred.torch import group_operations, rendezvous, tool_events
 from allred.torch.group_operations import device_of, with_options
 from allred.torch.tensors import as_raw_array
 from allred.torch.torch_work import StartedOperation, TorchWork, UnstartedError, as_torch_error, start_each
@@ -38,9 +38,11 @@ class DeviceError(InputError, RuntimeError):
     """There is no group for tensors on a device."""
 
 
-# torch before 2.7 does not keep the Python objects of the Work that its C++ code waits for; without them a wait never
-# ends. A group keeps those that are not complete, and this number of those that are.
-_KEPT = 500 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7) else 0
+# torch's C++ code may wait for a Work whose Python object is gone, such as DistributedDataParallel's in `join`, and
+# such a wait never ends. So a group keeps the objects: of each Work until it is complete, and of this number of
+# complete ones for which nothing has waited; torch before 2.7 also needs those for which the program has waited.
+_KEPT = 500
+_KEEPS_ALL = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7)
 
 
 def create(options: Any) -> "ProcessGroupAllred":
@@ -71,6 +73,7 @@ def operation(kind: str = "", takes_lists: bool = True) -> Callable[[Callable[..
                 return getattr(self.device_group(device), method.__name__)(*arguments)
             if kind and not (arguments and hasattr(arguments[-1], "timeout")):
                 arguments = with_options(arguments, takes_lists)
+            event = tool_events.Event(self, method.__name__, arguments) if tool_events.watched() else None
             try:
                 try:
                     work = method(self, *arguments)
@@ -79,8 +82,12 @@ def operation(kind: str = "", takes_lists: bool = True) -> Callable[[Callable[..
                         self._raise_everywhere(kind, f"{method.__name__}()", error)
                     raise
             except AllredError as error:
+                if event is not None:
+                    event.end()
                 as_torch_error(error)
                 raise
+            if event is not None:
+                event.end_with(work)
             if getattr(arguments[-1], "asyncOp", True) is False:
                 work.wait()
             return work
@@ -124,7 +131,7 @@ class ProcessGroupAllred(dist.ProcessGroup):
         blocking = getattr(opts, "asyncOp", True) is False and self._limit_of(opts) is None
         parts = group_operations.allreduce(self.communicator, tensors, opts.reduceOp, blocking)
         if copies:
-            parts = group_operations.with_copies(parts, tensors[0], copies)
+            parts = group_operations.with_copies(parts, [(each, tensors[0]) for each in copies])
         return TorchWork(parts, copies or tensors, None) if blocking else self._start(parts, copies or tensors, opts)
 
     @operation("allreduce")
@@ -166,12 +173,24 @@ class ProcessGroupAllred(dist.ProcessGroup):
         array = group_operations.flat_view(as_raw_array(tensors[index]))
         parts: list[StartedOperation] = [(self.communicator.broadcast(array, root, in_place=True), None)]
         if len(tensors) > 1:
-            parts = group_operations.with_copies(parts, tensors[index], tensors)
+            parts = group_operations.with_copies(parts, [(each, tensors[index]) for each in tensors])
         return self._start(parts, tensors, opts)
 
     @operation("allgather")
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> TorchWork:
-        return self._allgather(outputs, inputs, opts)
+        """As in gloo, each list of outputs becomes all inputs of all ranks."""
+        _check_lengths(outputs, inputs)
+        count = len(inputs)
+        if count < 2:
+            return self._allgather(outputs, inputs, opts)
+        for into in outputs:
+            if len(into) != count * self.communicator.size:
+                problem = (
+                    f"expected {count} * {self.communicator.size} tensors in each list of outputs, got {len(into)}"
+                )
+                raise UnstartedError(problem, count)
+        copies = [pair for into in outputs[1:] for pair in zip(into, outputs[0], strict=True)]
+        return self._allgather([outputs[0][i::count] for i in range(count)], inputs, opts, copies)
 
     @operation("allgather")
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> TorchWork:
@@ -187,11 +206,20 @@ class ProcessGroupAllred(dist.ProcessGroup):
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> TorchWork:
         return self._allgather([[output]], [tensor], opts)
 
-    def _allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> TorchWork:
-        """outputs: for each input a tensor for each rank, or one for all."""
+    def _allgather(
+        self,
+        outputs: Sequence[Tensors],
+        inputs: Tensors,
+        opts: Any,
+        copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+    ) -> TorchWork:
+        """outputs: for each input a tensor for each rank, or one for all. copies: pairs of a tensor and the output
+        that is copied into it."""
         _check_lengths(outputs, inputs)
         start = functools.partial(group_operations.allgather, self.communicator)
         parts = start_each([functools.partial(start, *pair) for pair in zip(outputs, inputs, strict=True)])
+        if copies:
+            parts = group_operations.with_copies(parts, copies)
         return self._start(parts, [tensor for into in outputs for tensor in into], opts)
 
     all_gather_single = _allgather_base
@@ -288,22 +316,22 @@ class ProcessGroupAllred(dist.ProcessGroup):
     def _start(self, parts: list[StartedOperation], outputs: Tensors, opts: Any = None) -> TorchWork:
         """Return the Work of operations that have been started."""
         place = call_site()
-        for work, _ in parts:
-            work.place = place
-        for number in [*itertools.islice(self._unfinished, 2)]:  # a few: the cost is independent of their number
-            if self._unfinished[number].complete_if_done():
+        for operation, _ in parts:
+            operation.place = place
+        for number, work in [*itertools.islice(self._unfinished.items(), 2)]:  # a few: the cost is independent of all
+            if work.complete_if_done():
                 self._end(number)
-            else:
-                self._unfinished[number] = self._unfinished.pop(number)  # behind the others
+            elif self._unfinished.pop(number, None) is not None:
+                self._unfinished[number] = work  # behind the others
         number = next(self._numbers)
         end = functools.partial(self._end, number)
         made = self._unfinished[number] = TorchWork(parts, outputs, self._limit_of(opts), end)
         return made
 
     def _end(self, number: int) -> None:
-        """Do not keep a Work any more, except for older versions of torch."""
+        """Do not keep a Work any more, unless torch may still wait for it."""
         work = self._unfinished.pop(number, None)
-        if work is not None and _KEPT:
+        if work is not None and (_KEEPS_ALL or not work.was_waited_for):
             work.release_outputs()
             self._finished.append(work)
 

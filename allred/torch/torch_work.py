@@ -1,15 +1,21 @@
 """TorchWork and TorchFuture: started operations with torch's interfaces Work and Future.
 
-Operations make progress only inside calls: a wait, the start of an operation, is_completed(). No background thread
-completes futures. `TorchFuture.wait` completes the operation, and so does `get_future` outside a backward pass. In a
-backward pass the operation is completed at its end, before the callbacks that DistributedDataParallel registers there.
+Operations make progress inside calls: a wait, the start of an operation, is_completed(). In a backward pass, operations
+with a future are completed at its end, before the callbacks that DistributedDataParallel registers there. C++ code of
+torch waits for a future without a call of its Python methods, so a thread completes futures that are left: see
+`_FutureThread`.
 """
 
+import collections
 import contextlib
 import datetime
 import functools
 import math
+import os
+import sys
+import threading
 import time
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +27,9 @@ from torch._C import _distributed_c10d
 from allred import world
 from allred.comm.work import Work
 from allred.errors import AllredError, CollectiveTimeout, InputError
+from allred.watch import exit_callbacks
+
+FUTURES_INTERVAL_S = 0.005  # at which a thread looks at futures that are not complete
 
 
 def as_torch_error(error: BaseException) -> None:
@@ -42,6 +51,10 @@ def _torch_class(own: type[AllredError]) -> type[AllredError]:
     return TorchError
 
 
+# The function on top of Python's stack while C++ code runs in a backward pass.
+_BACKWARD_CODE = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
+
+
 class Blocking:
     """An operation that starts in `wait`: to start it and to wait in one call is faster."""
 
@@ -54,6 +67,9 @@ class Blocking:
         return self._call()
 
     def done(self) -> bool:
+        return False
+
+    def run_in_thread(self, timeout_s: float | None, started: float) -> bool:
         return False
 
 
@@ -101,14 +117,35 @@ class TorchWork(_distributed_c10d.Work):
         self._future: TorchFuture | None = None
         self._released: list[weakref.ref[torch.Tensor]] = []  # the outputs, after `release_outputs`
         self.source = -1  # of a received message: the sender's index in the group
+        self.was_waited_for = False  # by the program or torch
+        self._lock = threading.RLock()  # of the parts: a thread may complete them
 
     def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
         """Wait until the operations are complete. Raises their error."""
-        if self._error is not None:
-            raise self._error.with_traceback(None)
-        timeout_s = timeout.total_seconds() or self._timeout_s
+        self.was_waited_for = True
+        with self._lock:
+            if self._error is not None:
+                raise self._error.with_traceback(None)
+            self._complete(timeout.total_seconds() or self._timeout_s)
+        return True
+
+    def complete_in_thread(self) -> bool:
+        """Make progress in another thread than the program's, and return whether nothing is left to do."""
+        if not self._lock.acquire(blocking=False):  # the program waits
+            return False
         try:
-            while self._parts:
+            with contextlib.suppress(Exception):  # `wait` raises it
+                self._complete(self._timeout_s, lambda work: work.run_in_thread(self._timeout_s, self._started))
+        finally:
+            self._lock.release()
+        return not self._parts
+
+    def _complete(
+        self, timeout_s: float | None, ready: Callable[[Work[Any] | Blocking], bool] = lambda work: True
+    ) -> None:
+        """Wait for the operations in order, while the next one is ready."""
+        try:
+            while self._parts and ready(self._parts[0][0]):
                 work, finish = self._parts[0]
                 result = work.wait(timeout_s)
                 if finish is not None:
@@ -120,9 +157,9 @@ class TorchWork(_distributed_c10d.Work):
             self._parts, self._outputs = [], []  # the error's frames refer to this object, and would keep the tensors
             raise
         finally:
-            self._set_future()
-            self._on_end()
-        return True
+            if not self._parts:
+                self._set_future()
+                self._on_end()
 
     def take_operations(self) -> list[StartedOperation]:
         """Return the operations that are not complete, which another Work takes over."""
@@ -134,18 +171,29 @@ class TorchWork(_distributed_c10d.Work):
         future, self._future = self._future, None  # without a cycle of references, which would keep the outputs
         if future is not None and isinstance(self._error, Exception):
             future.set_exception(self._error)
-        elif future is not None and self._error is None and not self._parts:
+        elif future is not None and self._error is None:
             future.set_result(self.result())
 
     def get_future(self) -> "TorchFuture":
         """Return a future of the output tensors."""
-        future = self._future = self._future or TorchFuture(self)
-        if torch._C._current_autograd_node() is not None and self._parts:
-            torch.autograd.Variable._execution_engine.queue_callback(self.wait)
-            self._on_end()  # the callback keeps this object; a backward pass that fails releases it
-        else:
+        if self._is_for_fp16_hook(sys._getframe(1)):
             self.wait()
+            return torch.jit.fork(self.result)  # type: ignore[no-any-return]
+        with self._lock:
+            future = self._future = self._future or TorchFuture(self)
+            if not self._parts:
+                self._set_future()
+            else:
+                if torch._C._current_autograd_node() is not None:
+                    torch.autograd.Variable._execution_engine.queue_callback(self.wait)
+                _future_thread.add(self)
         return future
+
+    def _is_for_fp16_hook(self, caller: types.FrameType) -> bool:
+        """Return whether the caller may be DistributedDataParallel's fp16 hook in C++. It expects a list of tensors in
+        C++, which only a complete future can have; other callers in C++ convert the value."""
+        in_backward = caller.f_code is _BACKWARD_CODE and torch._C._current_autograd_node() is not None
+        return in_backward and bool(self._outputs) and self._outputs[0].dtype is torch.float16
 
     def is_completed(self) -> bool:
         """Return whether the operations are complete or have failed. Waits only after the time limit, or if another
@@ -153,13 +201,15 @@ class TorchWork(_distributed_c10d.Work):
         if self._parts and (self._is_late() or world.error() is not None):
             with contextlib.suppress(Exception):
                 self.wait()
-        return self.complete_if_done()
+        self.was_waited_for = self.complete_if_done()
+        return self.was_waited_for
 
     def complete_if_done(self) -> bool:
         """Return whether the operations are complete or have failed; never waits."""
-        if self._parts and self._all_done():
-            with contextlib.suppress(Exception):
-                self.wait()
+        with self._lock:
+            if self._parts and self._all_done():
+                with contextlib.suppress(Exception):
+                    self._complete(self._timeout_s)
         return not self._parts
 
     def _is_late(self) -> bool:
@@ -198,6 +248,41 @@ class TorchWork(_distributed_c10d.Work):
     _source_rank = source_rank
 
 
+class _FutureThread:
+    """Completes works whose futures torch's C++ code may wait for, because such a wait does not call Python. It looks
+    at them in intervals: mostly the program completes them sooner, by a wait or at the end of a backward pass."""
+
+    def __init__(self) -> None:
+        self._new: collections.deque[weakref.ref[TorchWork]] = collections.deque()  # a group keeps them until they end
+        self._thread: threading.Thread | None = None
+        self._stops = threading.Event()
+
+    def add(self, work: TorchWork) -> None:
+        self._new.append(weakref.ref(work))
+        if self._thread is None:
+            exit_callbacks.register(self._stop, any_thread=True)
+            self._thread = threading.Thread(target=self._run, name="allred-futures", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        left: list[weakref.ref[TorchWork]] = []
+        while not self._stops.wait(FUTURES_INTERVAL_S):
+            while self._new:
+                left.append(self._new.popleft())
+            left = [each for each in left if (work := each()) is not None and not work.complete_in_thread()]
+
+    def _stop(self, _: BaseException | None) -> None:
+        thread, stops = self._thread, self._stops
+        self.__init__()  # type: ignore[misc]
+        stops.set()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(FUTURES_INTERVAL_S)
+
+
+_future_thread = _FutureThread()
+os.register_at_fork(after_in_child=_future_thread.__init__)  # type: ignore[misc]
+
+
 class TorchFuture(torch.futures.Future):
     """The future of a TorchWork, or the result of its `then`. Waiting for it completes the work."""
 
@@ -223,3 +308,16 @@ class TorchFuture(torch.futures.Future):
 
         self.add_done_callback(run)
         return after
+
+
+def _set_work_of_forward_pass(reducer: Any, work: Any, use_static_world_size: bool) -> None:
+    """`join` of DistributedDataParallel without static world size reads the result of a Work in C++, which a Python
+    class cannot give: give it a Work of a future."""
+    if isinstance(work, TorchWork) and not use_static_world_size:
+        work = _distributed_c10d._create_work_from_future(work.get_future())  # type: ignore[attr-defined]
+    _torch_set_work(reducer, work, use_static_world_size)
+
+
+_reducer: Any = _distributed_c10d.Reducer
+_torch_set_work = _reducer._set_forward_pass_work_handle
+_reducer._set_forward_pass_work_handle = _set_work_of_forward_pass

@@ -204,6 +204,18 @@ def lists_of_tensors(rank, size):
 
         check_against_gloo(size, broadcast)
 
+    def gathered(group):
+        inputs = [rank_tensor(rank, 2) + each for each in range(2)]
+        outputs = [[torch.zeros(2) for _ in range(2 * size)] for _ in inputs]
+        (group or dist.group.WORLD).allgather(outputs, inputs).wait()
+        return outputs
+
+    check_against_gloo(size, gathered)
+    short = [[torch.zeros(2)] * size for _ in range(2)]
+    assert_fails(
+        lambda: dist.group.WORLD.allgather(short, [torch.ones(2)] * 2), r"expected 2 \* \d tensors in each list"
+    )
+
     def repeated(group):
         one, other = rank_tensor(rank, 3), rank_tensor(rank, 2)
         with warnings.catch_warnings():
@@ -461,6 +473,63 @@ def async_op(rank, size):
     assert works[2].is_success()
     assert_same(tensors, [total] * 4, size)
     assert_same(works[3].result(), [total], size)
+
+
+def futures_in_torch(rank, size):
+    """C++ code of torch waits for futures and works without calling their Python methods."""
+    tensors = [rank_tensor(rank, 4) + each for each in range(3)]
+    futures = [dist.all_reduce(tensor, async_op=True).get_future() for tensor in tensors]
+    assert_same(torch.futures.wait_all(futures), [[tensor] for tensor in tensors], size)
+    assert_same(tensors, [sum(rank_tensor(r, 4) + each for r in range(size)) for each in range(3)], size)
+    future = dist.all_reduce(tensors[0], async_op=True).get_future()
+    gc.collect()
+    first = torch.futures.collect_all([future]).then(lambda all_: all_.value()[0].value()[0].clone())
+    assert_same(torch.futures.wait_all([first]), [tensors[0]], size)
+
+    registered = rank_tensor(rank, 4)
+    torch._C._distributed_c10d._register_work(registered, dist.all_reduce(registered, async_op=True))
+    gc.collect()
+    for _ in range(5):  # each looks whether earlier operations are complete
+        dist.all_reduce(torch.ones(2))
+    assert_same(torch.ops._c10d_functional.wait_tensor(registered), sum(rank_tensor(r, 4) for r in range(size)), size)
+
+
+def tools(rank, size):
+    """Profilers and dispatch modes see the operations; the results are the same."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    def call(group):
+        whole, part, tensor = torch.empty(2 * size), torch.empty(2), rank_tensor(rank, 2)
+        works = [
+            dist.all_reduce(tensor, group=group, async_op=True),
+            dist.all_gather(found := [torch.zeros(2) for _ in range(size)], rank_tensor(rank, 2), group, async_op=True),
+            dist.gather(rank_tensor(rank, 2), found if rank == 0 else None, 0, group, async_op=True),
+            dist.scatter(
+                part, [rank_tensor(r, 2) for r in range(size)] if rank == 0 else None, 0, group, async_op=True
+            ),
+            dist.barrier(group, async_op=True),
+        ]
+        for work in works:
+            work.wait()
+        dist.all_gather_into_tensor(whole, tensor, group)
+        dist.broadcast(tensor, 0, group)
+        functional.all_reduce(tensor, "sum", group or dist.group.WORLD).wait()
+        return whole, part, tensor, found
+
+    events, counts = {}, {}
+    for name, group in (("allred", None), ("gloo", gloo())):
+        with CommDebugMode() as mode:
+            inside = call(group)
+        counts[name] = mode.get_comm_counts()
+        with torch.autograd.profiler.profile() as profile:
+            assert_same(call(group), inside, size)
+        events[name] = {each.name.removeprefix(f"{name}:") for each in profile.function_events if ":" in each.name}
+        assert_same(call(group), inside, size)
+    assert counts["allred"] == counts["gloo"]
+    assert {"c10d::allreduce_", "all_reduce", "all_gather", "barrier"} <= events["allred"]
+    assert {each for each in events["gloo"] if "aten" not in each} <= events["allred"]
+    with CommDebugMode():
+        assert_fails(lambda: dist.all_gather([torch.zeros(2)], torch.ones(2)), "")
 
 
 def other_signatures(rank, size):
@@ -773,6 +842,8 @@ CASES = [
     functional_collectives,
     messages,
     async_op,
+    futures_in_torch,
+    tools,
     other_signatures,
     released,
     groups,

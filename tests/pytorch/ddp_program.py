@@ -114,14 +114,16 @@ def comm_hooks(rank, size):
         3, lambda group: train(rank, group, hook=power, bucket_cap_mb=1)
     )  # gloo hangs with several buckets
     train(rank, None, hook=power)
-    builtin = dist.BuiltinCommHookType.ALLREDUCE
-    check_against_gloo(
-        size, lambda group: train(rank, group, hook=lambda model, _: model._register_builtin_comm_hook(builtin))
-    )
+    builtin = dist.BuiltinCommHookType
+    for kind in (builtin.ALLREDUCE, *([builtin.FP16_COMPRESS] if size == 2 else [])):
+        check_against_gloo(
+            size,
+            lambda group, kind=kind: train(rank, group, hook=lambda model, _: model._register_builtin_comm_hook(kind)),
+        )
 
 
 def own_hook(rank, size):
-    """A hook that chains futures, and one that waits for a future in the backward."""
+    """A hook that chains futures, and hooks that wait for a future in the backward, in Python and in C++."""
 
     def chained(group, bucket):
         tensor = bucket.buffer()
@@ -139,18 +141,23 @@ def own_hook(rank, size):
         future.set_result(tensor / size)
         return future
 
+    def waiting_in_torch(group, bucket):
+        future = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
+        torch.futures.wait_all([future])
+        return future.then(lambda f: f.value()[0] / size)
+
     expected = train(rank, gloo())
-    for hook in (chained, waiting):
+    for hook in (chained, waiting, waiting_in_torch):
         assert_same(
             train(rank, None, hook=lambda model, group, hook=hook: model.register_comm_hook(group, hook)), expected, 3
         )
 
 
 def uneven_inputs(rank, size):
-    def run(group, skip=False, **options):
+    def run(group, skip=False, divide_by_initial_world_size=True, **options):
         model = DistributedDataParallel(Net(), process_group=group, **options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with model.join():
+        with model.join(divide_by_initial_world_size=divide_by_initial_world_size):
             for x in batches(rank, 2 + rank):
                 model(x, skip).square().mean().backward()
                 optimizer.step()
@@ -158,6 +165,7 @@ def uneven_inputs(rank, size):
         return [p.detach() for p in model.parameters()]
 
     check_against_gloo(size, run)
+    check_against_gloo(size, lambda group: run(group, divide_by_initial_world_size=False))
     check_against_gloo(size, lambda group: run(group, rank == 1, find_unused_parameters=True))
 
 

@@ -59,7 +59,7 @@ import datetime, time, torch, torch.distributed as dist
 dist.init_process_group("allred", timeout=datetime.timedelta(seconds=2))
 if dist.get_rank() == 1:
     time.sleep(200)
-dist.all_reduce(torch.ones(3))
+%s
 """
 
 
@@ -70,8 +70,15 @@ def test_the_paths_of_steady_calls_are_short():
     assert result.out.count("all paths are short") == 2, result.text
 
 
-def test_group_timeout():
-    result = run(2, "-c", LATE_RANK_PROGRAM)
+@pytest.mark.parametrize(
+    "wait",
+    [
+        "dist.all_reduce(torch.ones(3))",
+        "torch.futures.wait_all([dist.all_reduce(torch.ones(3), async_op=True).get_future()])",  # waits in C++
+    ],
+)
+def test_group_timeout(wait):
+    result = run(2, "-c", LATE_RANK_PROGRAM % wait)
     assert result.code != 0
     words = r"CollectiveTimeout: Timed out: allreduce\(Sum\) #\d+ float32 \(3,\): not complete after 2 s"
     assert re.search(words, result.err), result.text

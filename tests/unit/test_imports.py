@@ -71,7 +71,8 @@ OF_TORCH |= {
     "_opt_called",
     "_wrapped_by_lr_sched",
 }
-OF_TORCH |= {"_version"}
+OF_TORCH |= {"_create_internal", "_call_end_callbacks_on_future", "_len_torch_dispatch_stack", "_profiler_enabled"}
+OF_TORCH |= {"_set_forward_pass_work_handle", "_create_work_from_future", "_version"}
 OF_TORCH |= {"_BatchNorm"}  # the base class of its own SyncBatchNorm
 
 # Names of pyspark without a public form, which its own estimators and libraries use too.
