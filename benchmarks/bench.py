@@ -8,6 +8,7 @@ overlap             steps that reduce gradients during a synthetic backward pass
 checkpoint          save and restore, against raw files and torch (save_restore.py)
 hooks               hooked optimizers of torch without a model (torch_hooks.py)
 horovod             allred.torch, and Horovod where it is installed (torch_horovod.py)
+groups              process groups of two ranks at the same time (torch_groups.py)
 """
 
 import argparse
@@ -82,6 +83,9 @@ BENCHMARKS["hooks"] = Benchmark(
 )
 BENCHMARKS["horovod"] = Benchmark(
     "torch_horovod", "allred.torch, and Horovod", command.add_models, command.check_models
+)
+BENCHMARKS["groups"] = Benchmark(
+    "torch_groups", "process groups of two ranks", command.add_seconds, lambda options: None
 )
 
 if __name__ == "__main__":

@@ -613,6 +613,7 @@ def groups(rank, size):
     assert_same(one, sum(rank_tensor(r, 3) for r in range(size)), size)
     if rank < 2:
         assert (dist.get_rank(pair), dist.get_world_size(pair)) == (rank, 2)
+        assert pair.communicator.name == "shm"  # also if other ranks are on other nodes
         tensor = rank_tensor(rank, 3)
         dist.broadcast(tensor, 1, group=pair)
         assert_same(tensor, rank_tensor(1, 3), size)

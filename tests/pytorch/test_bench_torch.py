@@ -1,4 +1,4 @@
-"""`bench torch`, `hooks` and `horovod` with tiny sizes; they verify their variants themselves. A job takes 20 s."""
+"""`bench torch`, `hooks`, `groups` and `horovod` with tiny sizes; they verify their variants. A job takes 20 s."""
 
 import json
 import pathlib
@@ -42,6 +42,17 @@ def test_hooks():
     assert host["tensors"] == 161
     assert host["hooked_us"] > host["local_us"] > 0
     assert sleep.keys() > {"compute_us", "communicate_us", "after_us", "early_us", "share", "share_q25"}
+
+
+@pytest.mark.full
+@pytest.mark.limit(300)
+@pytest.mark.parametrize(("ranks", "against"), [(2, {"allred", "world"}), (4, {"allred"})])
+def test_groups(ranks, against):
+    result = testing.mpirun(ranks, BENCH, "groups", "--seconds", "0", "--json", timeout_s=280)
+    assert result.code == 0, result.text
+    lines = [json.loads(line) for line in result.out.splitlines()]
+    assert [line["set"] for line in lines] == ["16 KiB", "64 KiB", "256 KiB", "1024 KiB"]
+    assert all(set(line["speedup"]) == against for line in lines)
 
 
 @pytest.mark.full
