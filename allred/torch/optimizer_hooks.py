@@ -36,13 +36,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def uncompiled(function: F) -> F:
-    """Return a function that torch.compile does not compile, nor what it calls. `torch._disable_dynamo` does it by
-    several calls of Python and C, which are needed only inside of a compiled function."""
+    """Return a function that torch.compile does not compile, nor what it calls. `torch._disable_dynamo` does it by the
+    import of torch._dynamo and several calls of Python and C, which are needed only inside of a compiled function."""
     disabled = torch._disable_dynamo(function)
 
     @functools.wraps(function)
-    def call(*arguments: Any) -> Any:  # `GradientHooks.add` makes torch.compile skip it
-        return function(*arguments) if _compiler() is None else disabled(*arguments)
+    def call(*arguments: Any, **named: Any) -> Any:  # `GradientHooks.add` makes torch.compile skip it
+        return function(*arguments, **named) if _compiler() is None else disabled(*arguments, **named)
 
     vars(call)["_torchdynamo_disable"] = True  # it is not inlined
     return call  # type: ignore[return-value]

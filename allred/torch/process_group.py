@@ -28,6 +28,7 @@ from allred.comm.work import call_site
 from allred.errors import AllredError, InputError
 from allred.torch import group_operations, rendezvous, tool_events
 from allred.torch.group_operations import device_of, with_options
+from allred.torch.optimizer_hooks import uncompiled
 from allred.torch.tensors import as_raw_array
 from allred.torch.torch_work import StartedOperation, TorchWork, UnstartedError, as_torch_error, start_each
 
@@ -66,6 +67,7 @@ def operation(kind: str = "", takes_lists: bool = True) -> Callable[[Callable[..
     """
 
     def decorate(method: Callable[..., TorchWork]) -> Callable[..., Any]:
+        @uncompiled
         @functools.wraps(method)
         def call(self: "ProcessGroupAllred", *arguments: Any, **named: Any) -> Any:
             arguments += tuple(named.values())  # in the order of the parameters
@@ -92,7 +94,7 @@ def operation(kind: str = "", takes_lists: bool = True) -> Callable[[Callable[..
                 work.wait()
             return work
 
-        return torch._disable_dynamo(call)  # type: ignore[no-any-return]
+        return call
 
     return decorate
 

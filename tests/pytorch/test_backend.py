@@ -218,6 +218,7 @@ assert dist.is_backend_available("allred")
 dist.init_process_group("allred")
 dist.all_reduce(tensor := torch.ones(2))
 print(dist.get_world_size(), tensor.tolist(), dist.get_backend())
+assert "torch._dynamo" not in sys.modules, "it takes seconds, and only torch.compile needs it"
 import allred
 dist.destroy_process_group()
 allred.shutdown()
