@@ -37,7 +37,7 @@ def as_torch_error(error: BaseException) -> None:
     collectives. It stays an instance of its own class."""
     if isinstance(error, AllredError) and not isinstance(error, dist.DistBackendError):
         if isinstance(error, CollectiveTimeout):
-            error.args = (f"Timed out: {error}",)
+            error.args = (f"[allred] Timed out waiting for {error}",)  # torch's words
         error.__class__ = _torch_class(type(error))  # type: ignore[arg-type]  # a class is hashable
 
 

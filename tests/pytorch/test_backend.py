@@ -80,7 +80,7 @@ def test_the_paths_of_steady_calls_are_short():
 def test_group_timeout(wait):
     result = run(2, "-c", LATE_RANK_PROGRAM % wait)
     assert result.code != 0
-    words = r"CollectiveTimeout: Timed out: allreduce\(Sum\) #\d+ float32 \(3,\): not complete after 2 s"
+    words = r"\[allred\] Timed out waiting for allreduce\(Sum\) #\d+ float32 \(3,\): not complete after 2 s"
     assert re.search(words, result.err), result.text
     assert "in Python at <string>:5" in result.err, result.text
 

@@ -140,7 +140,7 @@ def test_polling_ends_at_the_time_limit():
     work = torch_work.TorchWork([(WorkQueue(0.3).start("the operation", never()), None)], [], None)
     while not work.is_completed():
         time.sleep(0.01)
-    assert str(work.exception()).startswith("Timed out: the operation: not complete after 0.3 s")
+    assert str(work.exception()).startswith("[allred] Timed out waiting for the operation: not complete after 0.3 s")
     with pytest.raises(CollectiveTimeout, match="the operation"):
         work.wait()
 
@@ -168,7 +168,9 @@ def test_a_group_waits_for_its_operations_unless_an_exception_is_handled():
     communicator = Communicator(SingleBackend(), 10.0)
     group = process_group.ProcessGroupAllred(communicator, dist.HashStore(), datetime.timedelta(seconds=0.3))
     group._start([(WorkQueue(10.0).start("the operation", never()), None)], [])
-    with pytest.raises(CollectiveTimeout, match=r"^Timed out: the operation: not complete after 0.3 s"):
+    with pytest.raises(
+        CollectiveTimeout, match=r"^\[allred\] Timed out waiting for the operation: not complete after 0.3 s"
+    ):
         group.shutdown()
     group._start([(WorkQueue(10.0).start("the operation", never()), None)], [])
     try:
