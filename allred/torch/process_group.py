@@ -26,7 +26,7 @@ from allred.comm import process_set
 from allred.comm.communicator import Communicator
 from allred.comm.work import call_site
 from allred.errors import AllredError, InputError
-from allred.torch import group_operations, rendezvous, tool_events
+from allred.torch import flight_recorder, group_operations, rendezvous, tool_events
 from allred.torch.group_operations import device_of, with_options
 from allred.torch.optimizer_hooks import uncompiled
 from allred.torch.tensors import as_raw_array
@@ -76,6 +76,7 @@ def operation(kind: str = "", takes_lists: bool = True) -> Callable[[Callable[..
             if kind and not (arguments and hasattr(arguments[-1], "timeout")):
                 arguments = with_options(arguments, takes_lists)
             event = tool_events.Event(self, method.__name__, arguments) if tool_events.watched() else None
+            record = None if self.flight_record is None else self._record(method.__name__, arguments)
             try:
                 try:
                     work = method(self, *arguments)
@@ -90,8 +91,12 @@ def operation(kind: str = "", takes_lists: bool = True) -> Callable[[Callable[..
                 raise
             if event is not None:
                 event.end_with(work)
+            if record is not None:
+                record.follow(work._parts)
             if getattr(arguments[-1], "asyncOp", True) is False:
                 work.wait()
+                if record is not None:
+                    record.end()
             return work
 
         return call
@@ -107,6 +112,7 @@ class ProcessGroupAllred(dist.ProcessGroup):
         self.communicator = communicator
         self._store = store
         self._timeout_s = None if timeout is None else timeout.total_seconds()
+        self.flight_record = flight_recorder.group_record(communicator, self._timeout_s)  # None: nothing is recorded
         self._device_groups: dict[str, Any] = {}
         self._numbers = itertools.count()
         self._unfinished: dict[int, TorchWork] = {}  # by number, until complete: the program need not keep them
@@ -288,6 +294,8 @@ class ProcessGroupAllred(dist.ProcessGroup):
 
         def finish(sender: int) -> None:
             work.source = self.communicator.ranks.index(sender)
+            if source is None and (record := self._record("recv", (tensors, work.source, tag))) is not None:
+                record.end()
             if not np.shares_memory(buffer, target):
                 target[...] = buffer.reshape(target.shape)
 
@@ -314,6 +322,10 @@ class ProcessGroupAllred(dist.ProcessGroup):
         with contextlib.suppress(AllredError):
             checks[-1].wait()  # after the others
         checks[0].wait()
+
+    def _record(self, method: str, arguments: Sequence[Any]) -> flight_recorder.OperationRecord | None:
+        group = self.flight_record
+        return None if group is None else group.begin(method, arguments, self._name, self._description)
 
     def _start(self, parts: list[StartedOperation], outputs: Tensors, opts: Any = None) -> TorchWork:
         """Return the Work of operations that have been started."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from allred import world
 from allred.errors import CollectiveTimeout
 from allred.runtime.timings import REPORT_WAIT_S, WORDS_CHARS
+from allred.watch import on_failure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +72,7 @@ class Wait:
                 return watcher.error()
         if self._awaited.trains and not has_watcher():
             return limit_s
+        on_failure.call()
         return CollectiveTimeout(
             f"{self._what}: not complete after {limit_s:g} s; a rank is late, stopped or gone, or does not call this "
             "operation. If such a wait is intended, increase ALLRED_TIMEOUT_S, or wait inside allred.patience(seconds)"
