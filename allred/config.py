@@ -152,6 +152,11 @@ class Config:
     stall_warning_s: float = _setting(
         30.0, "time in an operation, in seconds, before a warning shows what all ranks do", minimum=0.1
     )
+    stacks: bool = _setting(
+        False,
+        "whether tables of long waits and time-outs also show the Python stack of every rank "
+        "(docs/failures.md#what-every-rank-was-doing)",
+    )
     worker_failure: str = _setting(
         "end",
         "mode `ps`: reaction to a worker that fails, dies, or stalls until the time limit: `end` the job, or `go_on`: "

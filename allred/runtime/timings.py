@@ -24,6 +24,7 @@ JSON_BYTES = 12  # that a character takes at most in JSON
 VERDICT_CHARS = 9000  # the longest verdict, and the end of a traceback
 WORDS_CHARS = 500  # an operation, or the last line of a traceback
 ROLE_CHARS = 200  # the text of `set_role`
+STACKS_CHARS = 2**16  # of the stacks of all ranks of a node
 POLL_S = 0.005  # of a wait for a counter: the signal handler may read the answer just before the wait polls
 HELLO_S = 3.0  # for the first message of a rank that has connected
 WELCOME_S = 10.0  # for the watcher to accept a rank
@@ -33,6 +34,7 @@ WATCHER_TICK_S = 0.05  # the longest interval between two looks at the state of 
 IDLE_TICK_S = 0.5  # the same, once no rank has sent an event for IDLE_S
 IDLE_S = 15.0
 STACK_S = 0.5  # for ranks to write their stacks
+STACK_END_S = 0.05  # after the last piece of a stack with all threads, whose end has no mark
 SAMPLE_PERIOD_S = 0.25  # of the counters, while a monitor is connected
 SNAPSHOT_S = 10.0  # for the chief's watcher to answer a monitor
 HEARTBEAT_PERIOD_S = 0.5
@@ -40,6 +42,8 @@ SILENT_HOST_S = 5.0  # without a heartbeat, until a message names the host
 LEAST_LOST_HOST_S = 2 * SILENT_HOST_S  # a silent host is lost no sooner, even if ALLRED_TIMEOUT_S is shorter
 
 assert JSON_BYTES * (VERDICT_CHARS + 2 * (WORDS_CHARS + ROLE_CHARS)) < EVENT_BYTES, "a verdict has its first line twice"
+assert JSON_BYTES * STACKS_CHARS < LINE_BYTES - EVENT_BYTES, "a message between watchers has the states, too"
+assert STACK_END_S < STACK_S
 assert WELCOME_S > HELLO_S, "a rank waits while the watcher waits for the hello of another"
 assert WATCHER_TICK_S < HEARTBEAT_PERIOD_S < SILENT_HOST_S
 

@@ -26,7 +26,8 @@ The watcher of the chief's node has the `JobState`; the other watchers send thei
     orphaned how                 the launcher of its host has ended, but this rank has not
     unreachable ranks, how       its host, with these ranks, has been unreachable until the time limit
     counters number, ranks       the counters of the ranks of a node; the answer to the message `collect`
-    states query, states         the states of the ranks of a node; the answer to the message `query`
+    states query, states, stacks the states of the ranks of a node; the answer to the message `query`. stacks: with
+                                 ALLRED_STACKS, each stack, as text, with its ranks
 
 The first failure is the verdict of the job. There is at most one, and every rank receives it:
 
@@ -103,7 +104,8 @@ class JobState:
         """Handle an event. Messages are sent at the next tick, because thousands of ranks may send events at once."""
         self._ranks.now = now
         if event["event"] == "states":
-            self._stalls.take_states(event["query"], {int(rank): state for rank, state in event["states"].items()})
+            states = {int(rank): state for rank, state in event["states"].items()}
+            self._stalls.take_states(event["query"], states, event.get("stacks", {}))
         elif event["event"] == "joined" or event["rank"] in self._ranks:
             self._handlers[event["event"]](event["rank"], event)
             self._ranks[event["rank"]].active = now

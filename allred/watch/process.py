@@ -376,7 +376,8 @@ class Watcher:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(each.pidfd, number)
         elif message["kind"] == "query":
-            self._report({"event": "states", "query": message["query"], "states": self._states()})
+            states, stacks = self._states(stacks=self._settings.stacks)
+            self._report({"event": "states", "query": message["query"], "states": states, "stacks": stacks})
         elif message["kind"] == "collect":
             self._report_counters(message["number"], message["states"])
         elif message["kind"] == "kill":
@@ -391,15 +392,26 @@ class Watcher:
     def _report_counters(self, number: int, states: bool) -> None:
         """Report what monitors show of the ranks of this node. states: with their states."""
         ranks = {rank: each.monitored() for rank, each in self._ranks.items()}
-        for rank, state in self._states().items() if states else ():
+        for rank, state in self._states()[0].items() if states else ():
             ranks[rank]["state"] = state
         self._report({"event": "counters", "number": number, "ranks": ranks})
 
-    def _states(self) -> dict[int, str]:
-        """Return the states of the ranks of this node."""
+    def _states(self, stacks: bool = False) -> tuple[dict[int, str], dict[str, list[int]]]:
+        """Return the states of the ranks of this node; and with `stacks` each stack, as text, with its ranks."""
         states = {each.number: each.state() for each in self._ranks.values()}
-        silent = [each for each in self._ranks.values() if not states[each.number]]
-        return states | process_state.program_lines({r.number: (r.pidfd, r.stack_signal, r.pipe) for r in silent})
+        asked = [each for each in self._ranks.values() if not states[each.number] or (stacks and each.has_stack)]
+        ranks = {each.number: (each.pidfd, each.stack_signal, each.pipe) for each in asked}
+        texts = process_state.read_stacks(ranks, whole=self._settings.stacks)
+        found: dict[str, list[int]] = {}
+        left = timings.STACKS_CHARS
+        for each in asked:
+            program, others = process_state.split_threads(texts[each.number], each.main_thread)
+            states[each.number] = states[each.number] or process_state.program_line(program)
+            stack = process_state.shown_stack(program, others) if stacks and each.has_stack else ""
+            left -= 0 if stack in found else len(stack)
+            if stack and left >= 0:
+                found.setdefault(stack, []).append(each.number)
+        return states, found
 
     def _open_stderr(self) -> None:
         """Open the stderr of the job."""

@@ -14,7 +14,7 @@ import struct
 import time
 from collections.abc import Iterator
 
-from allred.runtime.timings import STACK_S
+from allred.runtime.timings import STACK_END_S, STACK_S
 
 _PIDFD_GET_INFO = 3 << 30 | 64 << 16 | 0xFF << 8 | 11  # Linux 6.13
 _PIDFD_INFO_EXIT = 1 << 3  # Linux 6.15
@@ -25,7 +25,9 @@ _LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "prterun", "orterun", "srun"
 _DAEMONS = ("hydra_pmi_proxy", "prted", "orted")  # which mpirun starts on every node
 _ENDED = ("?", "Z", "X")  # states; "?": there is no such process
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)\b.*\n", re.MULTILINE)
 _MPI_CALL = re.compile(r"^MPI \w+$", re.MULTILINE)  # a line of csrc/python/mpi_call.c
+MAIN_FRAMES, OTHER_FRAMES, OTHER_THREADS = 8, 3, 4  # the most that a table shows
 _LIBRARY = re.compile(r"/lib/python|/site-packages/|/allred/|^<frozen")
 
 
@@ -147,22 +149,28 @@ def halted(pid: int) -> str:
     }.get(_status(pid)[0], "")
 
 
-def program_lines(ranks: dict[int, tuple[int, int, int]]) -> dict[int, str]:
-    """Return which line of the program each rank executes, as text. ranks: {rank: (pidfd, signal, pipe)}. Waits at
-    most STACK_S seconds."""
+def read_stacks(ranks: dict[int, tuple[int, int, int]], whole: bool) -> dict[int, str]:
+    """Return the stack of each rank, as faulthandler writes it. ranks: {rank: (pidfd, signal, pipe)}. whole: wait for
+    all threads; else until the line of the program is known. Waits at most STACK_S seconds."""
     texts, silent = dict.fromkeys(ranks, ""), {pipe: rank for rank, (_, _, pipe) in ranks.items()}
     for pidfd, number, pipe in ranks.values():
         _read(pipe)  # the rest of an earlier answer
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(pidfd, number)
-    deadline = time.monotonic() + STACK_S
-    while silent and (left := deadline - time.monotonic()) > 0:
-        for pipe in select.select(list(silent), [], [], left)[0]:
+    now = time.monotonic()
+    deadline, heard = now + STACK_S, dict[int, float]()  # when each pipe was read last
+    while silent and now < deadline:
+        wait_s = min(STACK_END_S, deadline - now) if whole else deadline - now
+        for pipe in select.select(list(silent), [], [], wait_s)[0]:
             new = _read(pipe).decode(errors="replace")
             texts[silent[pipe]] += new
-            if not new or (new.endswith("\n") and _user_frames(texts[silent[pipe]])):  # a stack is written in pieces
-                del silent[pipe]
-    return {rank: program_line(text) for rank, text in texts.items()}
+            heard[pipe] = time.monotonic()
+            if not new or (not whole and new.endswith("\n") and _user_frames(texts[silent[pipe]])):
+                del silent[pipe]  # a stack is written in pieces
+        now = time.monotonic()
+        for pipe in [pipe for pipe, at in heard.items() if whole and pipe in silent and now > at + STACK_END_S]:
+            del silent[pipe]
+    return texts
 
 
 def _read(pipe: int) -> bytes:
@@ -170,6 +178,14 @@ def _read(pipe: int) -> bytes:
         return os.read(pipe, 65536)
     except OSError:  # BlockingIOError: nothing there
         return b""
+
+
+def split_threads(stack: str, main_thread: int) -> tuple[str, list[str]]:
+    """Return the stack of the main thread, and the stacks of the others. main_thread: its ident."""
+    parts = _THREAD.split(stack)  # what precedes the first thread, then pairs of ident and stack
+    others = {int(ident, 16): text for ident, text in zip(parts[1::2], parts[2::2], strict=True)}
+    main = others.pop(main_thread, "" if others else stack)
+    return parts[0] + main if main is not stack else stack, list(others.values())
 
 
 def program_line(stack: str) -> str:
@@ -191,3 +207,17 @@ def program_line(stack: str) -> str:
 def _user_frames(stack: str) -> list[tuple[str, str, str]]:
     """Return the frames outside of libraries, the innermost first: (path, line, function)."""
     return [frame for frame in _FRAME.findall(stack) if not _LIBRARY.search(frame[0])]
+
+
+def shown_stack(stack: str, others: list[str]) -> str:
+    """Return the innermost lines of the program for a table, each indented; "" if the stack has none. others: the
+    stacks of the other threads, which are shown if they execute the program."""
+    shown = _frame_lines(_user_frames(stack) or _FRAME.findall(stack), MAIN_FRAMES)
+    for each in [frames for frames in map(_user_frames, others) if frames][:OTHER_THREADS]:
+        shown += ["in another thread:", *(f"  {line}" for line in _frame_lines(each, OTHER_FRAMES))]
+    return "\n".join(f"    {line}" for line in shown)
+
+
+def _frame_lines(frames: list[tuple[str, str, str]], most: int) -> list[str]:
+    lines = [f"{path}:{line} ({function})" for path, line, function in frames[:most]]
+    return [*lines, f"and {len(frames) - most} more"] if len(frames) > most else lines

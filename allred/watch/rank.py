@@ -23,14 +23,15 @@ def owner(connection: socket.socket) -> tuple[int, int]:
 
 
 class WatchedRank:
-    """A rank that is connected. hello: rank, host, stack_signal. pidfd: of its process. pipe: for its stack. counters:
-    their memory."""
+    """A rank that is connected. hello: rank, host, stack_signal, main_thread. pidfd: of its process. pipe: for its
+    stack. counters: their memory."""
 
     def __init__(
         self, connection: socket.socket, hello: Event, pidfd: int, pipe: int, counters: int | None = None
     ) -> None:
         self.connection, self.pidfd, self.pipe = connection, pidfd, pipe
         self.number, self.host, self.stack_signal = hello["rank"], hello["host"], hello["stack_signal"]
+        self.main_thread = int(hello["main_thread"] or 0)  # as threading.Thread.ident
         self.waits_in, self.since, self.ending, self.dead, self.left = "", 0.0, "", "", False
         self.end = ""  # its end by its own report
         self.role = ""
@@ -91,6 +92,11 @@ class WatchedRank:
     def monitored(self) -> Event:
         """Return what monitors show of this rank."""
         return {"host": self.host, "role": self.role.partition(";")[0], "counters": self._counters.read()}
+
+    @property
+    def has_stack(self) -> bool:
+        """Whether it can write its stack: it runs, and its program has not ended."""
+        return not (self.dead or self.ending or process_state.halted(self.pid))
 
     def state(self) -> str:
         """Return the state of the rank; "" if only its stack shows it."""

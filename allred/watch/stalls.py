@@ -4,6 +4,7 @@ Both begin with a query: every watcher sends the states of the ranks on its node
 """
 
 import math
+import types
 from collections.abc import Callable, Mapping, Sequence
 
 from allred.runtime.timings import AFTER_BUSY_S, QUERY_S, RECHECK_S, VERDICT_CHARS
@@ -36,6 +37,7 @@ class Stalls:
         self._query: Event | None = None  # the event that caused the current query
         self._queries = 0
         self._states: list[dict[int, str]] = []
+        self._stacks: dict[int, str] = {}
         self._query_until = 0.0
         self._warned: tuple[int, str] | None = None  # the rank and the operation of the last warning
         self._ended_warn_at = warn_s  # how long ended ranks wait before the next warning
@@ -114,7 +116,7 @@ class Stalls:
     # Queries.
 
     def _begin_query(self, purpose: Event) -> None:
-        self._query, self._query_until, self._states = purpose, self._ranks.now + QUERY_S, []
+        self._query, self._query_until, self._states, self._stacks = purpose, self._ranks.now + QUERY_S, [], {}
         self._queries += 1
         self._ranks.out.append((None, {"kind": "query", "query": self._queries}))
 
@@ -122,10 +124,11 @@ class Stalls:
         """There is a verdict: discard the current query, and print nothing more."""
         self._query, self._stopped = None, True
 
-    def take_states(self, query: int, states: dict[int, str]) -> None:
-        """Take a watcher's answer: the states of the ranks on its node."""
+    def take_states(self, query: int, states: dict[int, str], stacks: Mapping[str, Sequence[int]]) -> None:
+        """Take a watcher's answer: the states of the ranks on its node, and each stack with its ranks."""
         if self._query is not None and query == self._queries:  # else the answer is late
             self._states.append(states)
+            self._stacks |= {rank: stack for stack, ranks in stacks.items() for rank in ranks}
             if len(self._states) == self._nodes:
                 self._finish_query()
 
@@ -156,7 +159,7 @@ class Stalls:
         states = {rank: state for some in self._states for rank, state in some.items()}
         hosts = {rank: record.host for rank, record in self._ranks.items()}
         roles = {rank: record.role.partition(";")[0] for rank, record in self._ranks.items()}
-        return status_table(self._size, hosts, roles, states)
+        return status_table(self._size, hosts, roles, states, self._stacks)
 
     def _judge_limit(self, rank: int, purpose: Event, shown: str) -> None:
         """End the job because a wait of this rank has reached its limit, or continue without the ranks at fault."""
@@ -214,26 +217,42 @@ def finalize_wait_since(ranks: Mapping[int, Record]) -> float | None:
 
 TABLE_LINES, TABLE_CHARS = 40, 200  # most lines of a table; most characters of a line
 NAME_CHARS = 40  # longest name in the first column to which the others are aligned
+STACK_CHARS = VERDICT_CHARS * 2 // 3  # of all stacks of a table
 
 
-def status_table(size: int, hosts: Mapping[int, str], roles: Mapping[int, str], states: Mapping[int, str]) -> str:
+def status_table(
+    size: int,
+    hosts: Mapping[int, str],
+    roles: Mapping[int, str],
+    states: Mapping[int, str],
+    stacks: Mapping[int, str] = types.MappingProxyType({}),
+) -> str:
     """Return the states of all ranks as a table. Ranks of one host with the same state share a line; with more than
     TABLE_LINES lines, ranks of all hosts.
 
-    hosts, roles, states: by rank, if known. A line of a single rank shows its role.
+    hosts, roles, states: by rank, if known. A line of a single rank shows its role. stacks: lines to show below the
+    line of a rank; ranks with different stacks have different lines. If there is no room for all, the smallest groups
+    of ranks have theirs.
     """
-    by_host: dict[tuple[str, str], list[int]] = {}
-    by_state: dict[tuple[str, str], list[int]] = {}
+    by_host: dict[tuple[str, str, str], list[int]] = {}
+    by_state: dict[tuple[str, str, str], list[int]] = {}
     for rank in range(size):
-        state = states.get(rank, "no answer")
-        by_host.setdefault((hosts.get(rank, "?"), state), []).append(rank)
-        by_state.setdefault(("", state), []).append(rank)
+        state, stack = states.get(rank, "no answer"), stacks.get(rank, "")
+        by_host.setdefault((hosts.get(rank, "?"), state, stack), []).append(rank)
+        by_state.setdefault(("", state, stack), []).append(rank)
     rows = list(by_host.items())
     if len(rows) > TABLE_LINES:  # the smallest groups first
         rows = sorted(by_state.items(), key=lambda row: len(row[1]))[:TABLE_LINES]
     names = [_name(ranks, roles) for _, ranks in rows]
     width = max([10, *(len(name) for name in names if len(name) <= NAME_CHARS)])
-    lines = [f"  {name:<{width}} {host:<12} {state}" for name, ((host, state), _) in zip(names, rows, strict=True)]
+    shown, room = set[int](), STACK_CHARS
+    for ranks, stack in sorted(((ranks, stack) for (_, _, stack), ranks in rows), key=lambda row: len(row[0])):
+        if (room := room - len(stack)) >= 0:
+            shown.add(ranks[0])
+    lines = []
+    for name, ((host, state, stack), ranks) in zip(names, rows, strict=True):
+        lines.append(f"  {name:<{width}} {host:<12} {state}")
+        lines += stack.splitlines() if ranks[0] in shown else []
     return "\n".join(line[:TABLE_CHARS] for line in lines)
 
 

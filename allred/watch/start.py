@@ -80,7 +80,7 @@ def start(
         try:
             counters, prints = world.current().counters.share(), shape.local_rank == 0
             try:
-                client = WatcherClient(here["name"], hello, counters, prints, config.stall_warning_s)
+                client = WatcherClient(here["name"], hello, counters, prints, config.stall_warning_s, config.stacks)
             finally:
                 if counters >= 0:
                     os.close(counters)
@@ -106,7 +106,7 @@ def _start_watcher(shape: Numbering, config: Config, address: str, expendable: t
     settings = WatcherSettings(
         token=token, ranks=shape.local_size, size=shape.size, nodes=shape.nodes, warn_s=config.stall_warning_s,
         limit_s=config.timeout_s, chief=shape.rank == 0, address=address, expendable=expendable, launcher=launcher,
-        runner=runner_link.address(),
+        runner=runner_link.address(), stacks=config.stacks,
         about={
             "job": _job_name(config), "program": " ".join(sys.argv), "mode": config.mode, "starts": config.starts,
             "host": socket.gethostname(),

@@ -17,6 +17,7 @@ import select
 import signal
 import socket
 import struct
+import threading
 import time
 import types
 from collections.abc import Callable, Sequence
@@ -55,9 +56,12 @@ class WatcherClient:
 
     _ignores_usr1 = False  # whether an earlier world, not the program, has set SIG_IGN for SIGUSR1
 
-    def __init__(self, name: str, hello: dict[str, Any], counters: int, prints: bool, warn_s: float) -> None:
+    def __init__(
+        self, name: str, hello: dict[str, Any], counters: int, prints: bool, warn_s: float, stacks: bool = False
+    ) -> None:
         """Connect. counters: the descriptor of their memory, or -1. prints: whether this rank prints if the watcher
-        dies. warn_s: the seconds after which the watcher warns of a wait. Raises OSError if the connection fails."""
+        dies. warn_s: the seconds after which the watcher warns of a wait. stacks: whether the watcher gets the stacks
+        of all threads, not only of the main thread. Raises OSError if the connection fails."""
         self.rank: int = hello["rank"]
         self.warn_s = warn_s
         self.verdict: Verdict | None = None
@@ -83,9 +87,9 @@ class WatcherClient:
                 signal.signal(signal.SIGUSR1, _ignore)
             signal.signal(self._stack, signal.SIG_IGN)  # the handler that faulthandler restores
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        faulthandler.register(self._stack, self._pipe[1], all_threads=False)
+        faulthandler.register(self._stack, self._pipe[1], all_threads=stacks)
         native.report_mpi_call(self._stack, self._pipe[1])
-        hello = {**hello, "stack_signal": self._stack}
+        hello = {**hello, "stack_signal": self._stack, "main_thread": threading.main_thread().ident}
         pidfd = os.pidfd_open(self._pid)
         try:
             self._socket.settimeout(timings.WELCOME_S)

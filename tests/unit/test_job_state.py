@@ -38,13 +38,12 @@ class Script:
         self.messages = []
         return found
 
-    def answer(self, states, now):
-        """The watchers answer the last query."""
+    def answer(self, states, now, stacks=()):
+        """The watchers answer the last query. stacks: each stack with its ranks."""
         request = next(message for _, message in self.messages if message["kind"] == "query")
         self.messages = []
-        self.handle(
-            ("states", None, {"query": request["query"], "states": {str(r): s for r, s in states.items()}}), now
-        )
+        answer = {"query": request["query"], "states": {str(r): s for r, s in states.items()}, "stacks": dict(stacks)}
+        self.handle(("states", None, answer), now)
 
 
 def failed(rank, code=3):
@@ -664,6 +663,34 @@ def test_the_table_has_the_role_of_a_rank_that_has_a_line_of_its_own():
         "  ranks 1-2                   node7        at its end",
         "  rank 3                      node7        dead",
     ]
+
+
+def test_the_table_has_the_stacks_below_the_lines_of_their_ranks():
+    script = Script(size=4)
+    script.handle(limit(1), 5.0)
+    states = {0: "in barrier() #5", 1: "in barrier() #5", 2: "in barrier() #5", 3: "stopped"}
+    script.answer(states, 5.1, {"    train.py:9 (step)\n    train.py:20 (main)": [0, 1], "    train.py:8 (step)": [2]})
+    text = script.take("verdict")[0][1]["text"]
+    shown = [re.sub(r" +host\d +", " ", line) for line in text.splitlines()[1:]]
+    frames = ["    train.py:9 (step)", "    train.py:20 (main)"]
+    assert shown == [
+        *("  rank 0 in barrier() #5", *frames),
+        *("  rank 1 in barrier() #5", *frames),
+        *("  rank 2 in barrier() #5", "    train.py:8 (step)"),
+        "  rank 3 stopped",
+    ]
+
+
+def test_the_smallest_groups_of_ranks_have_their_stacks_if_there_is_no_room():
+    hosts, states = dict.fromkeys(range(100), "node7"), dict.fromkeys(range(100), "in barrier() #5")
+    long = "\n".join(f"    /home/me/model.py:{line} (forward)" for line in range(100))
+    stacks = dict.fromkeys(range(99), long) | {99: long + "\n    and more"}
+    lines = stalls.status_table(100, hosts, {}, states, stacks).splitlines()
+    assert [line.split("node7")[0].strip() for line in lines if "node7" in line] == ["ranks 0-98", "rank 99"]
+    assert "rank 99" in lines[1], "the stack of the others has no room"
+    assert lines[-1] == "    and more"
+    everything = sum(map(len, lines)) + len(lines)
+    assert everything < timings.VERDICT_CHARS
 
 
 def test_the_table_of_a_job_shows_roles_only():

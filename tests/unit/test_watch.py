@@ -90,21 +90,68 @@ def test_where_a_program_is():
     assert "without an answer" in process_state.program_line("")
 
 
-def test_a_stack_that_arrives_in_pieces_is_read_completely(monkeypatch):
+OTHER = 'Thread 0x00007f31 (most recent call first):\n  File "/home/me/load.py", line 8 in read\n\n'
+IDLE = 'Thread 0x00007f32 (most recent call first):\n  File "/usr/lib/python3.11/threading.py", line 320 in wait\n\n'
+MAIN = 'Current thread 0x00007f30 (most recent call first):\n  File "/home/me/train.py", line 87 in step\n'
+
+
+def test_the_stack_of_a_table_has_the_threads_that_execute_the_program():
+    program, others = process_state.split_threads("MPI Recv\n" + OTHER + IDLE + MAIN, 0x7F30)
+    assert process_state.program_line(program) == "in MPI Recv at train.py:87 (step)"
+    stack = process_state.shown_stack(program, others)
+    assert stack == ("    /home/me/train.py:87 (step)\n    in another thread:\n      /home/me/load.py:8 (read)")
+    program, others = process_state.split_threads(MAIN.replace("Current thread", "Thread") + IDLE, 0x7F30)
+    assert process_state.shown_stack(program, others) == "    /home/me/train.py:87 (step)"
+    program, others = process_state.split_threads(OTHER, 0x7F30)  # cut: without the main thread
+    assert process_state.program_line(program) == "running, but not in Python, or without an answer"
+    only = "Stack (most recent call first):\n" + MAIN.partition("\n")[2]
+    assert process_state.split_threads(only, 0x7F30) == (only, [])
+    assert process_state.shown_stack(*process_state.split_threads("", 0x7F30)) == ""
+
+
+def test_a_long_stack_and_many_threads_are_cut():
+    frames = "".join(f'  File "/home/me/deep.py", line {line} in down\n' for line in range(1, 21))
+    threads = [OTHER.partition("\n")[2] * 5 for _ in range(9)]
+    lines = process_state.shown_stack(frames, threads).splitlines()
+    main, others = process_state.MAIN_FRAMES, process_state.OTHER_FRAMES
+    assert lines[:2] == ["    /home/me/deep.py:1 (down)", "    /home/me/deep.py:2 (down)"]
+    assert lines[main] == f"    and {20 - main} more"
+    assert lines.count("    in another thread:") == process_state.OTHER_THREADS
+    assert len(lines) == main + 1 + process_state.OTHER_THREADS * (others + 2)
+
+
+@pytest.mark.parametrize(
+    ("whole", "pieces", "line"),
+    [
+        (
+            False,
+            ("Stack (most recent call first):\n", '  File "/home/me/train.py", line 8', "7 in st", "ep\n"),
+            "87 (step)",
+        ),
+        (
+            True,
+            ("MPI Se", "nd\n", OTHER, IDLE, MAIN[:70], MAIN[70:], '  File "/home/me/train.py", line 99 in <module>\n'),
+            "87 (step)",
+        ),
+    ],
+)
+def test_a_stack_that_arrives_in_pieces_is_read_completely(monkeypatch, whole, pieces, line):
     monkeypatch.setattr(process_state, "STACK_S", 20)
-    header, library = "Stack (most recent call first):\n", '  File "/usr/lib/python3.11/threading.py", line 9 in wait\n'
+    monkeypatch.setattr(process_state, "STACK_END_S", 0.5)
     ours, theirs = os.pipe()
     os.set_blocking(ours, False)
     pidfd = os.pidfd_open(os.getpid())
 
     def write():
-        for piece in (header, library, '  File "/home/me/train.py", line 8', "7 in st", "ep\n"):
+        for piece in pieces:
             time.sleep(0.05)
             os.write(theirs, piece.encode())
 
     thread = threading.Thread(target=write)
     thread.start()
-    assert process_state.program_lines({3: (pidfd, 0, ours)}) == {3: "in Python at train.py:87 (step)"}
+    texts = process_state.read_stacks({3: (pidfd, 0, ours)}, whole)
+    assert texts[3] == "".join(pieces)
+    assert line in process_state.program_line(process_state.split_threads(texts[3], 0x7F30)[0])
     thread.join()
     for file in (ours, theirs, pidfd):
         os.close(file)
@@ -207,7 +254,7 @@ time.sleep(60)
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes root, to be another user")
 def test_a_watcher_does_not_wait_for_processes_of_other_users():
-    hello = {"rank": 0, "host": "here", "token": "secret", "stack_signal": 60, "chief": {}}
+    hello = {"rank": 0, "host": "here", "token": "secret", "stack_signal": 60, "main_thread": 1, "chief": {}}
     with contextlib.ExitStack() as stack:
         watcher = stack.enter_context(running_watcher())
         name = watcher.name.encode("latin-1")
