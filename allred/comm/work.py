@@ -161,6 +161,11 @@ class Work(Generic[T]):
         return self._finished and (self.end is None or self.end.done())
 
     @property
+    def finished(self) -> bool:
+        """Whether it is known to be complete or to have failed; makes no progress."""
+        return self._finished
+
+    @property
     def limit_s(self) -> float:
         """The time limit of `wait()` without argument, in seconds."""
         return self._queue.timeout_s

@@ -100,7 +100,7 @@ class OperationRecord:
     @property
     def state(self) -> str:
         """The state, in the words of torch."""
-        if any((work := each()) is not None and not work._finished for each in self._works):
+        if any((work := each()) is not None and not work.finished for each in self._works):
             return "started"
         if self.completed_ns or self._works:
             return "completed"

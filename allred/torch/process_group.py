@@ -92,7 +92,7 @@ def operation(kind: str = "", takes_lists: bool = True) -> Callable[[Callable[..
             if event is not None:
                 event.end_with(work)
             if record is not None:
-                record.follow(work._parts)
+                record.follow(work.parts)
             if getattr(arguments[-1], "asyncOp", True) is False:
                 work.wait()
                 if record is not None:

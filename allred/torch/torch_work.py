@@ -99,8 +99,9 @@ def start_each(calls: Sequence[Callable[[], StartedOperation]]) -> list[StartedO
 class TorchWork(_distributed_c10d.Work):
     """One or several operations that were started together.
 
-    parts: the operations. outputs: the tensors that they write, kept alive until they are complete. timeout_s: the time
-    limit in seconds; None for the setting. on_end: called, possibly more than once, when nothing is left to wait for.
+    parts: the operations, until they are complete. outputs: the tensors that they write, kept alive until then.
+    timeout_s: the time limit in seconds; None for the setting. on_end: called, possibly more than once, when nothing is
+    left to wait for.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class TorchWork(_distributed_c10d.Work):
         on_end: Callable[[], object] = lambda: None,
     ) -> None:
         super().__init__()
-        self._parts, self._outputs, self._timeout_s, self._on_end = list(parts), list(outputs), timeout_s, on_end
+        self.parts, self._outputs, self._timeout_s, self._on_end = list(parts), list(outputs), timeout_s, on_end
         self._started = time.perf_counter()
         self._error: BaseException | None = None
         self._future: TorchFuture | None = None
@@ -138,32 +139,32 @@ class TorchWork(_distributed_c10d.Work):
                 self._complete(self._timeout_s, lambda work: work.run_in_thread(self._timeout_s, self._started))
         finally:
             self._lock.release()
-        return not self._parts
+        return not self.parts
 
     def _complete(
         self, timeout_s: float | None, ready: Callable[[Work[Any] | Blocking], bool] = lambda work: True
     ) -> None:
         """Wait for the operations in order, while the next one is ready."""
         try:
-            while self._parts and ready(self._parts[0][0]):
-                work, finish = self._parts[0]
+            while self.parts and ready(self.parts[0][0]):
+                work, finish = self.parts[0]
                 result = work.wait(timeout_s)
                 if finish is not None:
                     finish(result)
-                del self._parts[0]
+                del self.parts[0]
         except BaseException as error:
             as_torch_error(error)
             self._error = error
-            self._parts, self._outputs = [], []  # the error's frames refer to this object, and would keep the tensors
+            self.parts, self._outputs = [], []  # the error's frames refer to this object, and would keep the tensors
             raise
         finally:
-            if not self._parts:
+            if not self.parts:
                 self._set_future()
                 self._on_end()
 
     def take_operations(self) -> list[StartedOperation]:
         """Return the operations that are not complete, which another Work takes over."""
-        parts, self._parts = self._parts, []
+        parts, self.parts = self.parts, []
         self._on_end()
         return parts
 
@@ -181,7 +182,7 @@ class TorchWork(_distributed_c10d.Work):
             return torch.jit.fork(self.result)  # type: ignore[no-any-return]
         with self._lock:
             future = self._future = self._future or TorchFuture(self)
-            if not self._parts:
+            if not self.parts:
                 self._set_future()
             else:
                 if torch._C._current_autograd_node() is not None:
@@ -198,7 +199,7 @@ class TorchWork(_distributed_c10d.Work):
     def is_completed(self) -> bool:
         """Return whether the operations are complete or have failed. Waits only after the time limit, or if another
         rank has failed: then `exception` returns the error of the wait, and `wait` raises it."""
-        if self._parts and (self._is_late() or world.error() is not None):
+        if self.parts and (self._is_late() or world.error() is not None):
             with contextlib.suppress(Exception):
                 self.wait()
         self.was_waited_for = self.complete_if_done()
@@ -207,23 +208,23 @@ class TorchWork(_distributed_c10d.Work):
     def complete_if_done(self) -> bool:
         """Return whether the operations are complete or have failed; never waits."""
         with self._lock:
-            if self._parts and self._all_done():
+            if self.parts and self._all_done():
                 with contextlib.suppress(Exception):
                     self._complete(self._timeout_s)
-        return not self._parts
+        return not self.parts
 
     def _is_late(self) -> bool:
-        return time.perf_counter() - self._started > (self._timeout_s or self._parts[0][0].limit_s)
+        return time.perf_counter() - self._started > (self._timeout_s or self.parts[0][0].limit_s)
 
     def _all_done(self) -> bool:
         try:
-            return all(work.done() for work, _ in self._parts)
+            return all(work.done() for work, _ in self.parts)
         except AllredError:  # the communicator cannot be used; a wait raises the same error
             return True
 
     def release_outputs(self) -> None:
         """Keep the outputs no longer than others do, if the operations are complete."""
-        if self._parts:
+        if self.parts:
             return
         self._released, self._outputs = [weakref.ref(tensor) for tensor in self._outputs], []
 

@@ -657,7 +657,7 @@ def destroyed(rank, size):
     if rank == 0:
         work = dist.isend(rank_tensor(rank, 3), 1, group=group)
         dist.destroy_process_group(group)
-        assert not work._parts
+        assert not work.parts
     elif rank == 1:
         time.sleep(0.3)
         dist.recv(tensor := torch.zeros(3), 0, group=group)
