@@ -75,7 +75,7 @@ def operation(kind: str = "", takes_lists: bool = True) -> Callable[[Callable[..
                 return getattr(self.device_group(device), method.__name__)(*arguments)
             if kind and not (arguments and hasattr(arguments[-1], "timeout")):
                 arguments = with_options(arguments, takes_lists)
-            event = tool_events.Event(self, method.__name__, arguments) if tool_events.watched() else None
+            event = tool_events.ToolEvent(self, method.__name__, arguments) if tool_events.watched() else None
             record = None if self.flight_record is None else self._record(method.__name__, arguments)
             try:
                 try:

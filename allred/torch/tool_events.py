@@ -30,7 +30,7 @@ def watched() -> bool:
     return bool(torch._C._len_torch_dispatch_stack() or torch.autograd._profiler_enabled())
 
 
-class Event:
+class ToolEvent:
     """An operation that starts, shown to the tools. group: of torch; method: its method."""
 
     def __init__(self, group: Any, method: str, arguments: Sequence[Any]) -> None:
