@@ -58,7 +58,7 @@ _METHODS: dict[str, tuple[str, int, int]] = {
 _Tensors = list[tuple[Sequence[int], torch.dtype]]  # size and dtype of each
 
 
-class OperationRecord:
+class RecordedOperation:
     """An operation. number: of the process; sequence: of its kind in the group; peers: (source, destination, tag) of a
     message, by ranks of the world; frames: of the stack that called it, the innermost first."""
 
@@ -110,14 +110,14 @@ class OperationRecord:
 class GroupRecord:
     """The record of one process group. number: of the process. ranks: of the world."""
 
-    def __init__(self, recorder: "Recorder", number: int, communicator: Communicator, timeout_s: float) -> None:
+    def __init__(self, recorder: "FlightRecorder", number: int, communicator: Communicator, timeout_s: float) -> None:
         self.recorder, self.number, self.timeout_s = recorder, number, timeout_s
         self.rank, self.ranks = communicator.rank, [*communicator.ranks]
         self.name = self.description = ""
         self.collectives = self.operations = 0  # that have begun
         self._messages: dict[tuple[int, int, int], int] = {}  # by source, destination and tag
 
-    def begin(self, method: str, arguments: Sequence[Any], name: str, description: str) -> OperationRecord | None:
+    def begin(self, method: str, arguments: Sequence[Any], name: str, description: str) -> RecordedOperation | None:
         """Record the call of a method of the group, whose name torch may have changed. None for a receive from any
         rank: record it as a `recv` when the sender is known."""
         self.name, self.description = name, description or "undefined"
@@ -141,17 +141,17 @@ class GroupRecord:
             return None
         self.operations += 1
         self.recorder.count += 1
-        record = OperationRecord(self, title, sequence, peers, inputs, outputs)
+        record = RecordedOperation(self, title, sequence, peers, inputs, outputs)
         self.recorder.records.append(record)
         return record
 
 
-class Recorder:
+class FlightRecorder:
     """The last `size` operations of all groups of this process. rank: in the world."""
 
     def __init__(self, size: int, rank: int) -> None:
         self.rank, self.count = rank, 0
-        self.records = deque[OperationRecord](maxlen=size)
+        self.records = deque[RecordedOperation](maxlen=size)
         self.groups = weakref.WeakSet[GroupRecord]()
 
     def snapshot(self) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def _config(name: str, description: str, ranks: Sequence[int]) -> dict[str, str]
     return {"name": name, "desc": description, "ranks": str([*ranks])}
 
 
-def _message_group(record: OperationRecord) -> str:
+def _message_group(record: RecordedOperation) -> str:
     """Return the name of the group of a message: its sender and its receiver. torch's analysis expects every rank of a
     group to take part in each operation."""
     assert record.peers is not None
@@ -191,7 +191,7 @@ def _message_group(record: OperationRecord) -> str:
     return f"{record.group.name} from {source} to {target}, tag {tag}"
 
 
-def _entry(record: OperationRecord, threads: dict[int | None, str]) -> dict[str, Any]:
+def _entry(record: RecordedOperation, threads: dict[int | None, str]) -> dict[str, Any]:
     group, title = record.group.name, f"{_BACKEND}:{record.name}"
     if record.peers is not None:
         group, both = _message_group(record), sorted({*record.peers[:2]})
@@ -257,7 +257,7 @@ def _line(code: types.CodeType, position: int) -> int:
     return next(lines, code.co_firstlineno)
 
 
-_recorder: Recorder | None = None
+_recorder: FlightRecorder | None = None
 _groups = 0
 
 
@@ -266,7 +266,7 @@ def group_record(communicator: Communicator, timeout_s: float | None) -> GroupRe
     group; None: ALLRED_TIMEOUT_S."""
     global _recorder, _groups
     if _recorder is None and (size := _size()):
-        _recorder = Recorder(size, world.current().topology.rank)
+        _recorder = FlightRecorder(size, world.current().topology.rank)
         on_failure.register(_write_after_failure)
     if _recorder is None:
         return None

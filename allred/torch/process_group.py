@@ -323,7 +323,7 @@ class ProcessGroupAllred(dist.ProcessGroup):
             checks[-1].wait()  # after the others
         checks[0].wait()
 
-    def _record(self, method: str, arguments: Sequence[Any]) -> flight_recorder.OperationRecord | None:
+    def _record(self, method: str, arguments: Sequence[Any]) -> flight_recorder.RecordedOperation | None:
         group = self.flight_record
         return None if group is None else group.begin(method, arguments, self._name, self._description)
 

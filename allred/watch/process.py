@@ -401,7 +401,12 @@ class Watcher:
         states = {each.number: each.state() for each in self._ranks.values()}
         asked = [each for each in self._ranks.values() if not states[each.number] or (stacks and each.has_stack)]
         ranks = {each.number: (each.pidfd, each.stack_signal, each.pipe) for each in asked}
-        texts = process_state.read_stacks(ranks, whole=self._settings.stacks)
+
+        def ask_threads() -> None:
+            for each in asked:
+                each.send({"kind": "threads"})
+
+        texts = process_state.read_stacks(ranks, ask_threads if stacks else None)
         found: dict[str, list[int]] = {}
         left = timings.STACKS_CHARS
         for each in asked:

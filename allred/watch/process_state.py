@@ -12,7 +12,7 @@ import select
 import signal
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from allred.runtime.timings import STACK_END_S, STACK_S
 
@@ -25,7 +25,7 @@ _LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "prterun", "orterun", "srun"
 _DAEMONS = ("hydra_pmi_proxy", "prted", "orted")  # which mpirun starts on every node
 _ENDED = ("?", "Z", "X")  # states; "?": there is no such process
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)\b.*\n", re.MULTILINE)
+_THREAD = re.compile(r"^(?:(?:Current thread|Thread) 0x([0-9a-f]+)\b.*|Stack \(.*)\n", re.MULTILINE)
 _MPI_CALL = re.compile(r"^MPI \w+$", re.MULTILINE)  # a line of csrc/python/mpi_call.c
 MAIN_FRAMES, OTHER_FRAMES, OTHER_THREADS = 8, 3, 4  # the most that a table shows
 _LIBRARY = re.compile(r"/lib/python|/site-packages/|/allred/|^<frozen")
@@ -149,17 +149,35 @@ def halted(pid: int) -> str:
     }.get(_status(pid)[0], "")
 
 
-def read_stacks(ranks: dict[int, tuple[int, int, int]], whole: bool) -> dict[int, str]:
-    """Return the stack of each rank, as faulthandler writes it. ranks: {rank: (pidfd, signal, pipe)}. whole: wait for
-    all threads; else until the line of the program is known. Waits at most STACK_S seconds."""
-    texts, silent = dict.fromkeys(ranks, ""), {pipe: rank for rank, (_, _, pipe) in ranks.items()}
+def read_stacks(
+    ranks: dict[int, tuple[int, int, int]], ask_threads: Callable[[], object] | None = None
+) -> dict[int, str]:
+    """Return the stack of each rank, as faulthandler writes it. ranks: {rank: (pidfd, signal, pipe)}. Waits at most
+    STACK_S seconds, by default until the line of the program is known.
+
+    ask_threads: called when the main threads have written their whole stacks. It asks the ranks for all threads. They
+    answer as soon as they execute Python: only then no other thread changes its stack.
+    """
+    texts, pipes = dict.fromkeys(ranks, ""), {pipe: rank for rank, (_, _, pipe) in ranks.items()}
     for pidfd, number, pipe in ranks.values():
         _read(pipe)  # the rest of an earlier answer
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(pidfd, number)
-    now = time.monotonic()
-    deadline, heard = now + STACK_S, dict[int, float]()  # when each pipe was read last
-    while silent and now < deadline:
+    deadline = time.monotonic() + STACK_S
+    if ask_threads is None:
+        _collect(texts, pipes, deadline, whole=False)
+    else:
+        _collect(texts, pipes, deadline - STACK_S / 2, whole=True)
+        ask_threads()
+        _collect(texts, pipes, deadline, whole=True)
+    return texts
+
+
+def _collect(texts: dict[int, str], pipes: dict[int, int], deadline: float, whole: bool) -> None:
+    """Add to the text of each rank what arrives in its pipe. whole: until nothing arrives for STACK_END_S; else until
+    the text has a line of the program."""
+    silent, heard = dict(pipes), dict[int, float]()  # when each pipe was read last
+    while silent and (now := time.monotonic()) < deadline:
         wait_s = min(STACK_END_S, deadline - now) if whole else deadline - now
         for pipe in select.select(list(silent), [], [], wait_s)[0]:
             new = _read(pipe).decode(errors="replace")
@@ -170,7 +188,6 @@ def read_stacks(ranks: dict[int, tuple[int, int, int]], whole: bool) -> dict[int
         now = time.monotonic()
         for pipe in [pipe for pipe, at in heard.items() if whole and pipe in silent and now > at + STACK_END_S]:
             del silent[pipe]
-    return texts
 
 
 def _read(pipe: int) -> bytes:
@@ -181,11 +198,12 @@ def _read(pipe: int) -> bytes:
 
 
 def split_threads(stack: str, main_thread: int) -> tuple[str, list[str]]:
-    """Return the stack of the main thread, and the stacks of the others. main_thread: its ident."""
-    parts = _THREAD.split(stack)  # what precedes the first thread, then pairs of ident and stack
-    others = {int(ident, 16): text for ident, text in zip(parts[1::2], parts[2::2], strict=True)}
-    main = others.pop(main_thread, "" if others else stack)
-    return parts[0] + main if main is not stack else stack, list(others.values())
+    """Return the stack of the main thread, which has no ident in its heading, and the stacks of the others.
+    main_thread: its ident in the list of all threads."""
+    parts = _THREAD.split(stack)  # what precedes the first heading, then pairs of ident and stack
+    pairs = list(zip(parts[1::2], parts[2::2], strict=True))
+    main = "".join(text for ident, text in pairs if not ident)
+    return parts[0] + main, [text for ident, text in pairs if ident and int(ident, 16) != main_thread]
 
 
 def program_line(stack: str) -> str:

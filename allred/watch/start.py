@@ -80,7 +80,7 @@ def start(
         try:
             counters, prints = world.current().counters.share(), shape.local_rank == 0
             try:
-                client = WatcherClient(here["name"], hello, counters, prints, config.stall_warning_s, config.stacks)
+                client = WatcherClient(here["name"], hello, counters, prints, config.stall_warning_s)
             finally:
                 if counters >= 0:
                     os.close(counters)

@@ -56,12 +56,9 @@ class WatcherClient:
 
     _ignores_usr1 = False  # whether an earlier world, not the program, has set SIG_IGN for SIGUSR1
 
-    def __init__(
-        self, name: str, hello: dict[str, Any], counters: int, prints: bool, warn_s: float, stacks: bool = False
-    ) -> None:
+    def __init__(self, name: str, hello: dict[str, Any], counters: int, prints: bool, warn_s: float) -> None:
         """Connect. counters: the descriptor of their memory, or -1. prints: whether this rank prints if the watcher
-        dies. warn_s: the seconds after which the watcher warns of a wait. stacks: whether the watcher gets the stacks
-        of all threads, not only of the main thread. Raises OSError if the connection fails."""
+        dies. warn_s: the seconds after which the watcher warns of a wait. Raises OSError if the connection fails."""
         self.rank: int = hello["rank"]
         self.warn_s = warn_s
         self.verdict: Verdict | None = None
@@ -87,7 +84,7 @@ class WatcherClient:
                 signal.signal(signal.SIGUSR1, _ignore)
             signal.signal(self._stack, signal.SIG_IGN)  # the handler that faulthandler restores
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        faulthandler.register(self._stack, self._pipe[1], all_threads=stacks)
+        faulthandler.register(self._stack, self._pipe[1], all_threads=False)
         native.report_mpi_call(self._stack, self._pipe[1])
         hello = {**hello, "stack_signal": self._stack, "main_thread": threading.main_thread().ident}
         pidfd = os.pidfd_open(self._pid)
@@ -185,6 +182,8 @@ class WatcherClient:
             self._again_s = message["again_s"]
         elif message["kind"] == "counted":
             self._counted[message["request"]] = message["before"]
+        elif message["kind"] == "threads":  # not in the signal handler of faulthandler: here no other thread runs
+            faulthandler.dump_traceback(self._pipe[1], all_threads=True)
         elif message["kind"] == "hold":
             self._held_at = time.monotonic()
         elif message["kind"] == "stop" and self.on_stop is not None:
