@@ -163,6 +163,10 @@ void allred_begin_allgather(allred_operation *op, allred_segment *segment, const
   op->send = send;
   op->receive = receive;
   op->receive_starts = starts;
+  if (segment->across) {
+    segment->across->begin(op);
+    return;
+  }
   const size_t largest = largest_part(starts, segment->ranks);
   op->part_bytes = op->chunk_bytes = allred_smaller(largest, segment->chunk_bytes);
   op->rounds = allred_rounds(largest, segment->chunk_bytes);
@@ -235,5 +239,8 @@ void allred_begin_reducescatter(allred_operation *op, allred_segment *segment, c
   op->variant = variant;
   op->op = reduction;
   op->divisor = divisor;
-  begin_with_locations(op, starts[segment->ranks]);
+  if (segment->across)
+    segment->across->begin(op);
+  else
+    begin_with_locations(op, starts[segment->ranks]);
 }

@@ -267,13 +267,15 @@ static int is_small(const allred_operation *op) {
 }
 
 static void begin(allred_operation *op) {
-  const int has_data = op->tensor_count > 0;
+  const int is_stream = op->send_starts || op->receive_starts;
   op->compares_board = 1;
   op->data_bytes = 0;
   op->rounds = 1;
   op->is_inline = 1;
-  op->transfer = !has_data ? &headers : is_small(op) ? &small : &headers_then_windows;
-  if (op->transfer == &small) op->is_inline = 0;
+  op->transfer = is_stream ? &headers_then_windows : &headers;
+  if (!op->tensor_count) return;
+  op->is_inline = !is_small(op);
+  op->transfer = op->is_inline ? &headers_then_windows : &small;
 }
 
 static int ranks(const allred_operation *op) { return all_ranks(network_of(op)); }

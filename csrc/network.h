@@ -16,8 +16,9 @@
  *   5  WAIT_REDUCED  wait for the first rank; compare the headers of all ranks, and end here if they differ
  *   6  DRAIN         read the sum from the board
  *
- * A large allreduce has one more round. Its data passes as a stream of windows. Each rank has WINDOWS of them in shared
- * memory, used in turn, so several windows are under way, and their phases overlap:
+ * A large allreduce, a reducescatter and an allgather have one more round. Their data passes as a stream of windows.
+ * Each rank has WINDOWS of them in shared memory, used in turn, so several windows are under way, and their phases
+ * overlap:
  *
  *   1  fill          copy tensors into this rank's window; count it as filled
  *   2  sum           when all ranks of the host have filled a window, rank i < slices sums slice i of it, in its own
@@ -28,11 +29,17 @@
  *   4  drain         when ranks 0 to slices - 1 have counted a window as crossed, copy its slices into the tensors;
  *                    count it as drained
  *
+ * A reducescatter takes only the first half of the ring's steps, and an allgather only the second half. Their windows
+ * have a block for each host: the next part of what the ranks of the host receive, or give. A host has the same share
+ * of each window, so all hosts send until the last one. In an allgather nothing is summed: in phase 1 a rank copies
+ * each part of its data to the window of the rank that sends it. A broadcast is an allgather to which one rank gives.
+ *
  * Why no rank writes memory that another reads:
  *
  *   1  A rank fills window w only if all ranks of the host have drained window w - WINDOWS.
  *   2  Between `filled` of all ranks and its own `crossed`, rank i alone reads and writes slice i of its own window,
- *      and reads slice i of the others' windows, which do not change: each of them writes only its own slice.
+ *      and reads slice i of the others' windows, which do not change: each of them writes only its own slice. In an
+ *      allgather the ranks write to different places of it, before they count it as filled.
  *   3  The board has two places, used in turn by operations, as inline slots (operation.h).
  *
  * Sums within a host have the order of its ranks. A block is summed over the hosts in the order of the ring, from the
@@ -60,11 +67,12 @@ typedef struct allred_network {
   int hosts, host;       /* number of hosts; this one */
   int slices;            /* ranks of each host that have connections: 0 to slices - 1 */
   const int *first_rank; /* hosts + 1 prefix sums of the hosts' numbers of ranks */
+  const int *order;      /* the ranks in the order of the hosts, as callers count them */
   const int *sockets;    /* by host, nonblocking; -1 for this host; NULL on ranks without connections */
   short *events;         /* by host: the poll events that this rank waits for */
   int lost;              /* 1 + the first host whose connection was lost; 0: none */
   char *memory;          /* shared by the ranks of the host, zeros, aligned to a page: allred_network_bytes */
-  size_t window_bytes;   /* a multiple of ALLRED_LINE */
+  size_t window_bytes;   /* a multiple of ALLRED_LINE: at least allred_least_window_bytes */
   uint64_t windows;      /* of all operations so far; the same on all ranks */
   /* the operation under way */
   int stage, round;     /* of the exchange of messages */
@@ -73,15 +81,19 @@ typedef struct allred_network {
   size_t *moved;        /* by host: bytes sent, then bytes received: 2 * hosts */
   char *scratch;        /* ALLRED_SCRATCH_BYTES: bytes received that are not added yet */
   size_t scratch_bytes; /* that it holds */
+  const struct allred_window_kind *kind;
   uint64_t filled, summed, drained;
+  uint64_t last;         /* of a reducescatter or allgather: the window behind its last one */
+  uint64_t *host_starts; /* likewise: hosts + 1 prefix sums of the bytes of the hosts in windows */
   allred_window table[ALLRED_WINDOWS];
   allred_ring_position out, in;
 } allred_network;
 
 #define ALLRED_SCRATCH_BYTES ((size_t)1 << 18)
 
-/* Return the bytes of shared memory of a host with this many ranks; of a message. */
+/* Return the bytes of shared memory of a host with this many ranks; of the smallest window; of a message. */
 size_t allred_network_bytes(int local_ranks, int all_ranks, size_t window_bytes);
+static inline size_t allred_least_window_bytes(int hosts) { return (2 * (size_t)hosts + 2) * ALLRED_LINE; }
 size_t allred_message_bytes(const allred_network *network);
 
 /* For allred_segment.across. */

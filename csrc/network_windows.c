@@ -1,4 +1,4 @@
-/* The windows of a large allreduce across hosts (network.h). */
+/* The windows of large operations across hosts (network.h). */
 #include <stdatomic.h>
 #include <string.h>
 
@@ -36,7 +36,7 @@ static char *own_window(const allred_operation *op, uint64_t window) {
   return window_of(op, op->segment->rank, window);
 }
 
-/* ---- slices of a window, and blocks of a slice */
+/* ---- windows, and their parts */
 
 static allred_window *window(const allred_operation *op, uint64_t number) {
   return &network_of(op)->table[number % ALLRED_WINDOWS];
@@ -52,16 +52,218 @@ static part part_of(size_t bytes, int parts, int index) {
   return (part){start, allred_smaller(each, bytes - start)};
 }
 
+/*
+ * What one kind of operation does with a window.
+ *
+ * reduces, gathers  which half of the ring's steps it takes
+ * block             the block of a host, as a part of the window; of it, what rank `slice` sends and receives
+ * fill              write this rank's numbers to the window
+ * sum               complete the slice of this host in the window of this rank
+ * drain             read results
+ */
+struct allred_window_kind {
+  int reduces, gathers;
+  part (*block)(const allred_operation *op, uint64_t number, int slice, int block);
+  void (*fill)(allred_operation *op, uint64_t number);
+  void (*sum)(allred_operation *op, uint64_t number);
+  void (*drain)(allred_operation *op, uint64_t number);
+};
+
+static const struct allred_window_kind *kind_of(const allred_operation *op) { return network_of(op)->kind; }
+
+static allred_reduce kernel_of(const allred_operation *op, int dtype, int is_last) {
+  const int operator = op->op == ALLRED_AVERAGE && !is_last ? ALLRED_SUM : op->op;
+  return allred_reduce_kernel(op->variant, dtype, operator);
+}
+
+/* Sum a part of the window over the ranks of this host, in the window of this rank. */
+static void sum_part(allred_operation *op, uint64_t number, part at) {
+  const int dtype = window(op, number)->dtype;
+  const void *sources[ALLRED_MAX_RANKS];
+  if (op->segment->ranks == 1) return;
+  for (int rank = 0; rank < op->segment->ranks; rank++) sources[rank] = window_of(op, rank, number) + at.start;
+  kernel_of(op, dtype, 0)(own_window(op, number) + at.start, sources, op->segment->ranks,
+                          at.bytes / allred_dtype_bytes(dtype), 1);
+}
+
+/* ---- allreduce: a window has one slice of each of the first ranks, and a slice one block of each host */
+
 static part slice_of(const allred_operation *op, uint64_t number, int slice) {
   return part_of(window(op, number)->bytes, network_of(op)->slices, slice);
 }
 
-/* Return a block of this rank's slice, as a part of the window. */
-static part block_of(const allred_operation *op, uint64_t number, int block) {
-  const part slice = slice_of(op, number, op->segment->rank);
-  const part within = part_of(slice.bytes, network_of(op)->hosts, block);
-  return (part){slice.start + within.start, within.bytes};
+static part allreduce_block(const allred_operation *op, uint64_t number, int slice, int block) {
+  const part whole = slice_of(op, number, slice), within = part_of(whole.bytes, network_of(op)->hosts, block);
+  return (part){whole.start + within.start, within.bytes};
 }
+
+static void allreduce_fill(allred_operation *op, uint64_t number) {
+  *window(op, number) = allred_fill_window(op, own_window(op, number), network_of(op)->window_bytes);
+  op->segment->sent += window(op, number)->bytes;
+}
+
+static void allreduce_sum(allred_operation *op, uint64_t number) {
+  sum_part(op, number, slice_of(op, number, op->segment->rank));
+}
+
+static void allreduce_drain(allred_operation *op, uint64_t number) {
+  const allred_network *network = network_of(op);
+  const char *slices[ALLRED_MAX_RANKS];
+  for (int rank = 0; rank < network->slices; rank++) slices[rank] = window_of(op, rank, number);
+  allred_drain_window(op, slices, part_of(window(op, number)->bytes, network->slices, 0).bytes, *window(op, number));
+}
+
+/*
+ * ---- reducescatter and allgather: a window has one block of each host, and a block one slice of each of the first
+ * ranks. Blocks are consecutive parts of the stream of a host: the parts of its ranks, in the order of its ranks.
+ */
+
+/* The end of the ring's first half completes block h + 1 on host h. */
+static int host_of_block(const allred_network *network, int block) {
+  return (block + network->hosts - 1) % network->hosts;
+}
+
+/* 1 if numbers are wider in the windows than in arrays; then everything in a window has twice the bytes. */
+static int widening(const allred_operation *op) {
+  return op->send_starts && allred_sum_dtype(op->chunk_dtype) != op->chunk_dtype;
+}
+
+/* Return where each rank's part of the array begins. */
+static const uint64_t *starts_of(const allred_operation *op) {
+  return op->send_starts ? op->send_starts : op->receive_starts;
+}
+
+/* Return the part of the stream of a host that passes in a window: each host has the same share in each. */
+static part stream_part(const allred_operation *op, uint64_t number, int host) {
+  const allred_network *network = network_of(op);
+  const uint64_t count = network->last - network->windows, index = number - network->windows;
+  const uint64_t bytes = network->host_starts[host + 1] - network->host_starts[host];
+  size_t ends[2];
+  for (uint64_t i = 0; i < 2; i++) {
+    const uint64_t end = bytes / count * (index + i) + bytes % count * (index + i) / count;
+    ends[i] = allred_smaller(allred_round_up(end, ALLRED_LINE), bytes);
+  }
+  return (part){ends[0], ends[1] - ends[0]};
+}
+
+/* Return how many windows the streams need: a block begins at most so many bytes behind its share of the window, and
+ * may be one line longer than its share. */
+static uint64_t window_count(const allred_network *network) {
+  const uint64_t all = network->host_starts[network->hosts];
+  const size_t room = network->window_bytes - (2 * (size_t)network->hosts + 1) * ALLRED_LINE;
+  return (all + room - 1) / room;
+}
+
+static size_t block_start(const allred_operation *op, int host) {
+  const allred_network *network = network_of(op);
+  const uint64_t count = network->last - network->windows;
+  return allred_round_up(network->host_starts[host] / count, ALLRED_LINE) + 2 * (size_t)host * ALLRED_LINE;
+}
+
+static part stream_block(const allred_operation *op, uint64_t number, int slice, int block) {
+  const int host = host_of_block(network_of(op), block);
+  const part within = part_of(stream_part(op, number, host).bytes, network_of(op)->slices, slice);
+  return (part){block_start(op, host) + within.start, within.bytes};
+}
+
+/* A part of a block that has one place in the array, and one in the window of one rank. */
+typedef struct {
+  int position, slice;  /* of the rank whose part of the array it is; of the block */
+  size_t array, window; /* where it begins in the part of the rank, and in the window */
+  size_t bytes;         /* in the window */
+  uint64_t passed;      /* bytes of the stream before the part of this rank */
+  size_t done;          /* bytes of the block before the piece */
+} piece;
+
+static size_t rank_bytes(const allred_operation *op, int position) {
+  const uint64_t *starts = starts_of(op);
+  const int rank = network_of(op)->order[position];
+  return (starts[rank + 1] - starts[rank]) << widening(op);
+}
+
+static piece first_piece(const allred_operation *op, int host) {
+  return (piece){.position = network_of(op)->first_rank[host]};
+}
+
+/* Find the next piece of the block of a host; 0 if there are no more. */
+static int next_piece(const allred_operation *op, uint64_t number, int host, piece *at) {
+  const part stream = stream_part(op, number, host);
+  const size_t slice = part_of(stream.bytes, network_of(op)->slices, 0).bytes;
+  at->done += at->bytes;
+  if (at->done == stream.bytes) return 0;
+  const uint64_t begin = stream.start + at->done;
+  while (begin - at->passed >= rank_bytes(op, at->position)) at->passed += rank_bytes(op, at->position++);
+  at->slice = (int)(at->done / slice);
+  at->array = begin - at->passed;
+  at->window = block_start(op, host) + at->done;
+  at->bytes = allred_smaller(stream.bytes - at->done, slice - at->done % slice);
+  at->bytes = allred_smaller(at->bytes, rank_bytes(op, at->position) - at->array);
+  return 1;
+}
+
+static int own_position(const allred_operation *op) {
+  const allred_network *network = network_of(op);
+  return network->first_rank[network->host] + op->segment->rank;
+}
+
+static void reducescatter_fill(allred_operation *op, uint64_t number) {
+  const allred_network *network = network_of(op);
+  const int dtype = op->chunk_dtype, sum_dtype = allred_sum_dtype(dtype), widens = widening(op);
+  const allred_reduce widen = widens ? allred_wide_kernel(op->variant, dtype, sum_dtype, ALLRED_SUM) : NULL;
+  window(op, number)->dtype = sum_dtype;
+  for (int host = 0; host < network->hosts; host++)
+    for (piece at = first_piece(op, host); next_piece(op, number, host, &at);) {
+      char *to = own_window(op, number) + at.window;
+      const void *from = op->send + op->send_starts[network->order[at.position]] + (at.array >> widens);
+      if (widens)
+        widen(to, &from, 1, at.bytes / allred_dtype_bytes(sum_dtype), 1);
+      else
+        memcpy(to, from, at.bytes);
+    }
+}
+
+static void reducescatter_sum(allred_operation *op, uint64_t number) {
+  for (int block = 0; block < network_of(op)->hosts; block++)
+    sum_part(op, number, stream_block(op, number, op->segment->rank, block));
+}
+
+static void reducescatter_drain(allred_operation *op, uint64_t number) {
+  const int host = network_of(op)->host, dtype = window(op, number)->dtype, widens = widening(op);
+  for (piece at = first_piece(op, host); next_piece(op, number, host, &at);) {
+    if (at.position != own_position(op)) continue;
+    const char *from = window_of(op, at.slice, number) + at.window;
+    char *to = op->receive + (at.array >> widens);
+    if (widens)
+      allred_narrow_kernel(op->variant, dtype, op->chunk_dtype)(to, from, at.bytes / allred_dtype_bytes(dtype));
+    else
+      memcpy(to, from, at.bytes);
+  }
+}
+
+/* A rank writes each piece to the window of the rank that sends it. */
+static void allgather_fill(allred_operation *op, uint64_t number) {
+  const int host = network_of(op)->host;
+  for (piece at = first_piece(op, host); next_piece(op, number, host, &at);)
+    if (at.position == own_position(op))
+      memcpy(window_of(op, at.slice, number) + at.window, op->send + at.array, at.bytes);
+}
+
+static void allgather_sum(allred_operation *op, uint64_t number) {}
+
+static void allgather_drain(allred_operation *op, uint64_t number) {
+  const allred_network *network = network_of(op);
+  for (int host = 0; host < network->hosts; host++)
+    for (piece at = first_piece(op, host); next_piece(op, number, host, &at);) {
+      const char *own = at.position == own_position(op) ? op->send + at.array : NULL;
+      char *to = op->receive + op->receive_starts[network->order[at.position]] + at.array;
+      if (to != own) memcpy(to, own ? own : window_of(op, at.slice, number) + at.window, at.bytes);
+    }
+}
+
+static const struct allred_window_kind
+    allreduce = {1, 1, allreduce_block, allreduce_fill, allreduce_sum, allreduce_drain},
+    reducescatter = {1, 0, stream_block, reducescatter_fill, reducescatter_sum, reducescatter_drain},
+    allgather = {0, 1, stream_block, allgather_fill, allgather_sum, allgather_drain};
 
 /* ---- fill, sum and drain */
 
@@ -71,21 +273,21 @@ static int all_drained(const allred_operation *op, uint64_t count) {
   return 1;
 }
 
+/* Whether all windows of the operation are filled. */
+static int all_filled(const allred_operation *op) {
+  const allred_network *network = network_of(op);
+  return op->tensor_count ? op->filled.tensor == op->tensor_count : network->filled == network->last;
+}
+
 static int fill(allred_operation *op) {
   allred_network *network = network_of(op);
   const uint64_t number = network->filled;
-  if (op->filled.tensor == op->tensor_count) return 0;
+  if (all_filled(op)) return 0;
   if (number >= ALLRED_WINDOWS && !all_drained(op, number - ALLRED_WINDOWS + 1)) return 0;
-  *window(op, number) = allred_fill_window(op, own_window(op, number), network->window_bytes);
-  op->segment->sent += window(op, number)->bytes;
+  kind_of(op)->fill(op, number);
   network->filled++;
   atomic_store_explicit(&own_counters(op)->filled, network->filled, memory_order_release);
   return 1;
-}
-
-static allred_reduce kernel_of(const allred_operation *op, int dtype, int is_last) {
-  const int operator = op->op == ALLRED_AVERAGE && !is_last ? ALLRED_SUM : op->op;
-  return allred_reduce_kernel(op->variant, dtype, operator);
 }
 
 static int has_slice(const allred_operation *op) { return op->segment->rank < network_of(op)->slices; }
@@ -93,17 +295,10 @@ static int has_slice(const allred_operation *op) { return op->segment->rank < ne
 static int sum(allred_operation *op) {
   allred_network *network = network_of(op);
   const uint64_t number = network->summed;
-  const void *sources[ALLRED_MAX_RANKS];
   if (!has_slice(op) || number == network->filled) return 0;
-  const part slice = slice_of(op, number, op->segment->rank);
-  for (int rank = 0; rank < op->segment->ranks; rank++) {
+  for (int rank = 0; rank < op->segment->ranks; rank++)
     if (atomic_load_explicit(&counters_of(op, rank)->filled, memory_order_acquire) <= number) return 0;
-    sources[rank] = window_of(op, rank, number) + slice.start;
-  }
-  const int dtype = window(op, number)->dtype;
-  if (op->segment->ranks > 1)
-    kernel_of(op, dtype, 0)(own_window(op, number) + slice.start, sources, op->segment->ranks,
-                            slice.bytes / allred_dtype_bytes(dtype), 1);
+  kind_of(op)->sum(op, number);
   network->summed++;
   return 1;
 }
@@ -111,13 +306,10 @@ static int sum(allred_operation *op) {
 static int drain(allred_operation *op) {
   allred_network *network = network_of(op);
   const uint64_t number = network->drained;
-  const char *slices[ALLRED_MAX_RANKS];
   if (number == network->filled) return 0;
-  for (int rank = 0; rank < network->slices; rank++) {
+  for (int rank = 0; rank < network->slices; rank++)
     if (atomic_load_explicit(&counters_of(op, rank)->crossed, memory_order_acquire) <= number) return 0;
-    slices[rank] = window_of(op, rank, number);
-  }
-  allred_drain_window(op, slices, part_of(window(op, number)->bytes, network->slices, 0).bytes, *window(op, number));
+  kind_of(op)->drain(op, number);
   network->drained++;
   atomic_store_explicit(&own_counters(op)->drained, network->drained, memory_order_release);
   return 1;
@@ -125,7 +317,11 @@ static int drain(allred_operation *op) {
 
 /* ---- cross: the ring */
 
-static int steps(const allred_network *network) { return 2 * (network->hosts - 1); }
+/* The first step of this operation, and the one behind its last. In the first half of all steps, hosts - 1, blocks are
+ * summed; in the second half complete blocks pass round. */
+static int first_step(const allred_network *network) { return network->kind->reduces ? 0 : network->hosts - 1; }
+
+static int end_step(const allred_network *network) { return (network->kind->gathers ? 2 : 1) * (network->hosts - 1); }
 
 static int next_host(const allred_network *network) { return (network->host + 1) % network->hosts; }
 
@@ -142,12 +338,17 @@ static int received_block(const allred_network *network, int step) {
   return (network->host + 2 * network->hosts - step - 1) % network->hosts;
 }
 
+/* Return a block of this rank's slice. */
+static part block_of(const allred_operation *op, uint64_t number, int block) {
+  return kind_of(op)->block(op, number, op->segment->rank, block);
+}
+
 static void advance(const allred_operation *op, allred_ring_position *at, int block, size_t bytes) {
   at->offset += bytes;
   if (at->offset < block_of(op, at->window, block).bytes) return;
   at->offset = 0;
-  if (++at->step < steps(network_of(op))) return;
-  at->step = 0;
+  if (++at->step < end_step(network_of(op))) return;
+  at->step = first_step(network_of(op));
   at->window++;
 }
 
@@ -155,7 +356,7 @@ static void advance(const allred_operation *op, allred_ring_position *at, int bl
 static size_t ready(const allred_operation *op, const part block) {
   const allred_network *network = network_of(op);
   const allred_ring_position *out = &network->out, *in = &network->in;
-  if (out->step == 0 || in->window > out->window) return block.bytes;
+  if (out->step == first_step(network) || in->window > out->window) return block.bytes;
   if (in->window < out->window || in->step < out->step - 1) return 0;
   return in->step == out->step - 1 ? in->offset : block.bytes;
 }
@@ -226,25 +427,40 @@ static int cross(allred_operation *op) {
 
 /* ---- the round */
 
-static void begin(allred_operation *op, char *chunk) {
+static void begin(allred_operation *op, const struct allred_window_kind *kind) {
   allred_network *network = network_of(op);
   const uint64_t first = network->windows;
+  network->kind = kind;
   network->filled = network->summed = network->drained = first;
-  network->in = network->out = (allred_ring_position){first, 0, 0};
+  network->in = network->out = (allred_ring_position){first, first_step(network), 0};
   network->scratch_bytes = 0;
+}
+
+static void begin_allreduce(allred_operation *op, char *chunk) { begin(op, &allreduce); }
+
+static void begin_streams(allred_operation *op, char *chunk) {
+  allred_network *network = network_of(op);
+  network->host_starts[0] = 0;
+  for (int host = 0; host < network->hosts; host++) {
+    network->host_starts[host + 1] = network->host_starts[host];
+    for (int position = network->first_rank[host]; position < network->first_rank[host + 1]; position++)
+      network->host_starts[host + 1] += rank_bytes(op, position);
+  }
+  network->last = network->windows + window_count(network);
+  begin(op, op->send_starts ? &reducescatter : &allgather);
 }
 
 static int pass_windows(allred_operation *op, char *chunk) {
   allred_network *network = network_of(op);
   const int crossed = cross(op), moved = drain(op) || sum(op) || fill(op) || crossed;
-  const int is_complete = op->filled.tensor == op->tensor_count && network->drained == network->filled;
-  if (!is_complete) return moved ? ALLRED_PROGRESSED : ALLRED_PENDING;
+  if (!all_filled(op) || network->drained != network->filled) return moved ? ALLRED_PROGRESSED : ALLRED_PENDING;
   network->windows = network->filled;
   return ALLRED_DONE;
 }
 
 void allred_begin_windows(allred_operation *op) {
-  static const allred_transfer windows = {.fill = begin, .reduce = pass_windows};
-  op->transfer = &windows;
+  static const allred_transfer tensors = {.fill = begin_allreduce, .reduce = pass_windows},
+                               streams = {.fill = begin_streams, .reduce = pass_windows};
+  op->transfer = op->tensor_count ? &tensors : &streams;
   op->rounds = 2;
 }

@@ -77,12 +77,21 @@ class Communicator(HostReductions):
             count, rest = len(source), source.shape[1:]
             shape = ("any", *rest) if out is None else source.shape
             descriptor = array_descriptor("allgather", source, name, shape=shape, rows=count)
-            given = None if out is None else result_of(out, (self.size * count, *rest), source.dtype)
+            send, nbytes = arrays.as_bytes(source), source.nbytes
+            if out is not None:
+                given = result_of(out, (self.size * count, *rest), source.dtype)
+                recv = arrays.as_bytes(given)
+                yield from self.agree_and_move(
+                    descriptor,
+                    lambda backend, record: backend.begin_allgather(record, send, recv, [nbytes] * self.size),
+                    lambda group: group.backend.allgather(send, recv[: group.size * nbytes], [nbytes] * group.size),
+                )
+                return given[: self.active.size * count]
             group, headers = yield from self.agree(descriptor)
             rows = [header.own_fields(record).rows for record in headers]
-            result = np.empty((sum(rows), *rest), source.dtype) if given is None else given[: sum(rows)]
+            result = np.empty((sum(rows), *rest), source.dtype)
             row_bytes = arrays.size_of(rest) * source.itemsize
-            send, recv = arrays.as_bytes(source), arrays.as_bytes(result)
+            recv = arrays.as_bytes(result)
             yield from group.backend.allgather(send, recv, [count * row_bytes for count in rows])
             return result
 

@@ -200,11 +200,11 @@ class Segment:
     ) -> Operation:
         """counts: bytes for each rank, from each rank. largest: the most bytes that any rank sends to any other."""
     def set_network(
-        self, memory: Any, window_bytes: int, host: int, slices: int, ranks: list[int], sockets: list[int], /
+        self, memory: Any, window_bytes: int, host: int, slices: int, hosts: list[list[int]], sockets: list[int], /
     ) -> None:
-        """From now on, operations include the ranks of other hosts (csrc/network.h). memory: network_bytes(...) bytes,
-        zeros, shared by the ranks of this host. ranks: number of ranks of each host. sockets: descriptors by host,
-        nonblocking; of this host -1."""
+        """From now on, operations except alltoall include the ranks of other hosts (csrc/network.h). memory:
+        network_bytes(...) bytes, zeros, shared by the ranks of this host. hosts: the ranks of each host, in order.
+        sockets: descriptors by host, nonblocking; of this host -1."""
     def begin_host_exchange(
         self,
         send: Any,

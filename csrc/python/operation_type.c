@@ -48,7 +48,7 @@ void allred_attach(Operation *self, Segment *segment) {
 
 PyObject *allred_headers(const Segment *segment, uint64_t number) {
   const allred_network *network = segment->segment.network;
-  const int ranks = network ? network->first_rank[network->hosts] : segment->segment.ranks;
+  const int ranks = allred_all_ranks(segment);
   PyObject *list = PyList_New(ranks);
   for (int rank = 0; list && rank < ranks; rank++) {
     const void *header = network ? allred_board_header(&segment->segment, rank, number)
@@ -61,9 +61,8 @@ PyObject *allred_headers(const Segment *segment, uint64_t number) {
 
 void allred_prepare_allreduce(Segment *self, Operation *operation, const allred_header *header, Py_ssize_t count,
                               int op) {
-  const allred_network *network = self->segment.network;
   allred_begin_allreduce(&operation->operation, &self->segment, header, operation->tensors, (size_t)count,
-                         self->variant, op, network ? network->first_rank[network->hosts] : self->segment.ranks);
+                         self->variant, op, allred_all_ranks(self));
 }
 
 Py_ssize_t allred_group_by_dtype(allred_tensor *tensors, Py_ssize_t count) {

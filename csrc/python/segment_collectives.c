@@ -3,12 +3,11 @@
 
 /* Turn a list of byte counts, one per rank, into offsets. Return whether it is valid. */
 static int read_counts(const Segment *self, PyObject *counts, uint64_t *starts) {
-  if (!PyList_Check(counts) || PyList_Size(counts) != self->segment.ranks) {
-    PyErr_Format(PyExc_ValueError, "counts must be a list of %d numbers of bytes", self->segment.ranks);
-    return 0;
-  }
+  const int ranks = allred_all_ranks(self);
+  if (!PyList_Check(counts) || PyList_Size(counts) != ranks)
+    return PyErr_Format(PyExc_ValueError, "counts must be a list of %d numbers of bytes", ranks), 0;
   starts[0] = 0;
-  for (int rank = 0; rank < self->segment.ranks; rank++) {
+  for (int rank = 0; rank < ranks; rank++) {
     const Py_ssize_t bytes = PyLong_AsSsize_t(PyList_GetItem(counts, rank));
     if (PyErr_Occurred()) return 0;
     if (bytes < 0 || starts[rank] + (uint64_t)bytes > PY_SSIZE_T_MAX)
@@ -37,10 +36,11 @@ static const Py_buffer *hold_receive(Operation *operation, PyObject *object, uin
 
 /* Bytes of this rank's part, and of all parts. */
 static uint64_t own_bytes(const Segment *self, const uint64_t *starts) {
-  return starts[self->segment.rank + 1] - starts[self->segment.rank];
+  const int rank = allred_own_rank(self);
+  return starts[rank + 1] - starts[rank];
 }
 
-static uint64_t all_bytes(const Segment *self, const uint64_t *starts) { return starts[self->segment.ranks]; }
+static uint64_t all_bytes(const Segment *self, const uint64_t *starts) { return starts[allred_all_ranks(self)]; }
 
 PyObject *allred_segment_begin_allgather(Segment *self, PyObject *args) {
   PyObject *record, *send, *receive, *counts;
@@ -63,12 +63,12 @@ PyObject *allred_segment_begin_broadcast(Segment *self, PyObject *args) {
   PyObject *record, *data;
   int root;
   if (!PyArg_ParseTuple(args, "OOi:begin_broadcast", &record, &data, &root)) return NULL;
-  if (root < 0 || root >= self->segment.ranks) return PyErr_Format(PyExc_ValueError, "root %d is not a rank", root);
+  if (root < 0 || root >= allred_all_ranks(self)) return PyErr_Format(PyExc_ValueError, "root %d is not a rank", root);
   Operation *operation = allred_segment_prepare(self, record, 1);
   if (!operation) return NULL;
-  const Py_buffer *view = allred_hold(operation, data, root == self->segment.rank ? PyBUF_CONTIG_RO : PyBUF_CONTIG);
+  const Py_buffer *view = allred_hold(operation, data, root == allred_own_rank(self) ? PyBUF_CONTIG_RO : PyBUF_CONTIG);
   if (!view) return allred_segment_begin(self, operation, record, 0);
-  for (int rank = 0; rank <= self->segment.ranks; rank++)
+  for (int rank = 0; rank <= allred_all_ranks(self); rank++)
     operation->receive_starts[rank] = rank > root ? (uint64_t)view->len : 0;
   allred_begin_allgather(&operation->operation, &self->segment, &operation->operation.header, view->buf, view->buf,
                          operation->receive_starts);
@@ -81,6 +81,7 @@ PyObject *allred_segment_begin_alltoall(Segment *self, PyObject *args) {
   if (!PyArg_ParseTuple(args, "OOOOOn:begin_alltoall", &record, &send, &receive, &send_counts, &receive_counts,
                         &largest))
     return NULL;
+  if (self->segment.network) return PyErr_Format(PyExc_ValueError, "the segment has a network");
   Operation *operation = allred_segment_prepare(self, record, 1);
   if (!operation) return NULL;
   uint64_t *out = operation->send_starts, *in = operation->receive_starts;
@@ -111,12 +112,12 @@ PyObject *allred_segment_begin_reducescatter(Segment *self, PyObject *args) {
   const Py_buffer *from, *to;
   int prepared = read_counts(self, counts, starts) && (from = hold_send(operation, send, all_bytes(self, starts))) &&
                  (to = hold_receive(operation, receive, own_bytes(self, starts)));
-  for (int rank = 1; rank <= self->segment.ranks && prepared; rank++) {
+  for (int rank = 1; rank <= allred_all_ranks(self) && prepared; rank++) {
     prepared = starts[rank] % allred_dtype_bytes(dtype) == 0;
     if (!prepared) PyErr_Format(PyExc_ValueError, "counts must be whole elements");
   }
   if (prepared)
     allred_begin_reducescatter(&operation->operation, &self->segment, &operation->operation.header, from->buf, to->buf,
-                               starts, dtype, self->variant, op, self->segment.ranks);
+                               starts, dtype, self->variant, op, allred_all_ranks(self));
   return allred_segment_begin(self, operation, record, prepared);
 }

@@ -10,6 +10,7 @@ typedef struct {
   Py_buffer memory;
   int first_rank[ALLRED_MAX_HOSTS + 1], sockets[ALLRED_MAX_HOSTS];
   short events[ALLRED_MAX_HOSTS];
+  int *order;
 } held_network;
 
 void allred_segment_release_network(Segment *self) {
@@ -18,7 +19,8 @@ void allred_segment_release_network(Segment *self) {
   if (!held) return;
   if (held->memory.obj) PyBuffer_Release(&held->memory);
   PyMem_Free(held->network.message), PyMem_Free(held->network.received);
-  PyMem_Free(held->network.moved), PyMem_Free(held->network.scratch);
+  PyMem_Free(held->network.moved), PyMem_Free(held->network.scratch), PyMem_Free(held->network.host_starts);
+  PyMem_Free(held->order);
   PyMem_Free(held);
 }
 
@@ -40,37 +42,63 @@ static int allocate(allred_network *network) {
   network->received = PyMem_Malloc(message * hosts);
   network->moved = PyMem_Calloc(2 * hosts, sizeof *network->moved);
   network->scratch = PyMem_Malloc(ALLRED_SCRATCH_BYTES);
-  return network->message && network->received && network->moved && network->scratch;
+  network->host_starts = PyMem_Calloc(hosts + 1, sizeof *network->host_starts);
+  return network->message && network->received && network->moved && network->scratch && network->host_starts;
+}
+
+/* Read the ranks of each host, a list of lists: `order` and the prefix sums `first_rank`; 0 with an exception set. */
+static int read_hosts(held_network *held, PyObject *lists, Py_ssize_t hosts, int slices) {
+  for (Py_ssize_t host = 0; host < hosts; host++) {
+    PyObject *ranks = PyList_GetItem(lists, host);
+    const Py_ssize_t count = PyList_Check(ranks) ? PyList_Size(ranks) : -1;
+    if (count < slices || count > ALLRED_MAX_RANKS)
+      return PyErr_Format(PyExc_ValueError, "expected lists of %d to %d ranks", slices, ALLRED_MAX_RANKS), 0;
+    held->first_rank[host + 1] = held->first_rank[host] + (int)count;
+  }
+  const int all = held->first_rank[hosts];
+  char *seen = PyMem_Calloc((size_t)all, 1);
+  held->order = PyMem_Calloc((size_t)all, sizeof *held->order);
+  if (!held->order || !seen) PyErr_NoMemory();
+  for (Py_ssize_t host = 0; host < hosts && !PyErr_Occurred(); host++)
+    for (int at = held->first_rank[host]; at < held->first_rank[host + 1] && !PyErr_Occurred(); at++) {
+      const long rank = PyLong_AsLong(PyList_GetItem(PyList_GetItem(lists, host), at - held->first_rank[host]));
+      if (PyErr_Occurred()) break;
+      if (rank < 0 || rank >= all || seen[rank]++) PyErr_Format(PyExc_ValueError, "rank %ld is not expected", rank);
+      held->order[at] = (int)rank;
+    }
+  PyMem_Free(seen);
+  return !PyErr_Occurred();
 }
 
 PyObject *allred_segment_set_network(Segment *self, PyObject *args) {
-  PyObject *memory, *counts, *sockets;
+  PyObject *memory, *lists, *sockets;
   Py_ssize_t window_bytes;
   int host, slices;
-  long long ranks[ALLRED_MAX_HOSTS], fds[ALLRED_MAX_HOSTS];
-  if (!PyArg_ParseTuple(args, "OniiOO:set_network", &memory, &window_bytes, &host, &slices, &counts, &sockets))
+  long long fds[ALLRED_MAX_HOSTS];
+  if (!PyArg_ParseTuple(args, "OniiOO:set_network", &memory, &window_bytes, &host, &slices, &lists, &sockets))
     return NULL;
-  const Py_ssize_t hosts = PyList_Check(counts) ? PyList_Size(counts) : 0;
+  const Py_ssize_t hosts = PyList_Check(lists) ? PyList_Size(lists) : 0;
   if (!self->open || self->segment.network || !allred_queue_idle(&self->queue))
     return PyErr_Format(PyExc_ValueError, "the segment is closed, in use, or has a network");
-  if (hosts < 2 || hosts > ALLRED_MAX_HOSTS || host < 0 || host >= hosts || slices < 1 || window_bytes < ALLRED_LINE ||
-      window_bytes % ALLRED_LINE)
+  if (hosts < 2 || hosts > ALLRED_MAX_HOSTS || host < 0 || host >= hosts || slices < 1 ||
+      window_bytes < (Py_ssize_t)allred_least_window_bytes((int)hosts) || window_bytes % ALLRED_LINE)
     return PyErr_Format(PyExc_ValueError, "no such hosts, host, slices or window_bytes");
-  if (!read_numbers(counts, hosts, slices, ALLRED_MAX_RANKS, ranks) || !read_numbers(sockets, hosts, -1, INT_MAX, fds))
-    return NULL;
-  if (ranks[host] != self->segment.ranks) return PyErr_Format(PyExc_ValueError, "this host has other ranks");
+  if (!read_numbers(sockets, hosts, -1, INT_MAX, fds)) return NULL;
   held_network *held = PyMem_Calloc(1, sizeof *held);
   if (!held) return PyErr_NoMemory();
   allred_network *network = &held->network;
   self->segment.network = network;
-  for (Py_ssize_t i = 0; i < hosts; i++) {
-    held->first_rank[i + 1] = held->first_rank[i] + (int)ranks[i];
-    held->sockets[i] = (int)fds[i];
-  }
+  for (Py_ssize_t i = 0; i < hosts; i++) held->sockets[i] = (int)fds[i];
+  if (!read_hosts(held, lists, hosts, slices)) return allred_segment_release_network(self), NULL;
   *network = (allred_network){.hosts = (int)hosts, .host = host, .slices = slices, .first_rank = held->first_rank};
+  network->order = held->order;
   network->sockets = self->segment.rank < slices ? held->sockets : NULL;
   network->events = held->events;
   network->window_bytes = (size_t)window_bytes;
+  if (held->first_rank[host + 1] - held->first_rank[host] != self->segment.ranks) {
+    PyErr_Format(PyExc_ValueError, "this host has other ranks");
+    return allred_segment_release_network(self), NULL;
+  }
   if (PyObject_GetBuffer(memory, &held->memory, PyBUF_CONTIG) < 0) return allred_segment_release_network(self), NULL;
   network->memory = held->memory.buf;
   const size_t needed = allred_network_bytes(self->segment.ranks, held->first_rank[hosts], network->window_bytes);
@@ -81,6 +109,16 @@ PyObject *allred_segment_set_network(Segment *self, PyObject *args) {
   if (!allocate(network)) return allred_segment_release_network(self), PyErr_NoMemory();
   self->segment.across = &allred_across_hosts;
   Py_RETURN_NONE;
+}
+
+int allred_all_ranks(const Segment *self) {
+  const allred_network *network = self->segment.network;
+  return network ? network->first_rank[network->hosts] : self->segment.ranks;
+}
+
+int allred_own_rank(const Segment *self) {
+  const allred_network *network = self->segment.network;
+  return network ? network->order[network->first_rank[network->host] + self->segment.rank] : self->segment.rank;
 }
 
 PyObject *allred_segment_get_lost_host(Segment *self, void *unused) {

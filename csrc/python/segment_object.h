@@ -113,6 +113,10 @@ PyObject *allred_trace_take(allred_trace *trace);
 
 void allred_trace_free(allred_trace *trace);
 
+/* Return the number of ranks of all hosts, and the number of this rank among them. */
+int allred_all_ranks(const Segment *self);
+int allred_own_rank(const Segment *self);
+
 /* Release the connections to other hosts, if there are any. */
 void allred_segment_release_network(Segment *self);
 

@@ -90,8 +90,8 @@ Operation *allred_segment_prepare(Segment *self, PyObject *record, Py_ssize_t te
   }
   Operation *operation = allred_new_operation(tensors);
   if (!operation) return NULL;
-  operation->send_starts = PyMem_Calloc((size_t)self->segment.ranks + 1, sizeof(uint64_t));
-  operation->receive_starts = PyMem_Calloc((size_t)self->segment.ranks + 1, sizeof(uint64_t));
+  operation->send_starts = PyMem_Calloc((size_t)allred_all_ranks(self) + 1, sizeof(uint64_t));
+  operation->receive_starts = PyMem_Calloc((size_t)allred_all_ranks(self) + 1, sizeof(uint64_t));
   if (!operation->send_starts || !operation->receive_starts)
     return Py_DECREF((PyObject *)operation), (Operation *)(void *)PyErr_NoMemory();
   if (bytes) memcpy(&operation->operation.header, bytes, sizeof(allred_header));

@@ -5,7 +5,8 @@
  *   network [OPERATIONS [SEED]]   so many operations in each case
  *
  * Kind, sizes, dtype and header of an operation follow from its number. Numbers are small integers, so that a sum is
- * exact in every order.
+ * exact in every order. `number` of a rank counts in the order of the hosts, `order` has the ranks as callers count
+ * them.
  */
 #define _GNU_SOURCE /* usleep */
 #include <pthread.h>
@@ -27,9 +28,9 @@ typedef struct {
   size_t window_bytes;
 } layout;
 
-static const layout layouts[] = {{2, {1, 1}, 1, 4096},       {2, {2, 2}, 2, 4096},  {3, {1, 2, 3}, 1, 8192},
-                                 {4, {1, 1, 1, 1}, 1, 4096}, {3, {3, 2, 2}, 2, 64}, {5, {1, 1, 2, 1, 1}, 1, 65536},
-                                 {2, {3, 3}, 3, 192}};
+static const layout layouts[] = {{2, {1, 1}, 1, 4096},       {2, {2, 2}, 2, 4096},   {3, {1, 2, 3}, 1, 8192},
+                                 {4, {1, 1, 1, 1}, 1, 4096}, {3, {3, 2, 2}, 2, 512}, {5, {1, 1, 2, 1, 1}, 1, 65536},
+                                 {2, {3, 3}, 3, 384}};
 
 typedef struct {
   const layout *layout;
@@ -37,7 +38,8 @@ typedef struct {
   uint64_t seed, windows_sent;
   allred_segment segment;
   allred_network network;
-  int first_rank[MAX_HOSTS + 1], sockets[MAX_HOSTS];
+  int first_rank[MAX_HOSTS + 1], sockets[MAX_HOSTS], order[64];
+  uint64_t host_starts[MAX_HOSTS + 1];
   short events[MAX_HOSTS];
 } rank;
 
@@ -96,12 +98,65 @@ static int advance(rank *me, allred_operation *op, int number) {
   }
 }
 
+static const int dtypes[] = {ALLRED_FLOAT32, ALLRED_FLOAT64, ALLRED_INT32, ALLRED_FLOAT16, ALLRED_BFLOAT16};
+
+static size_t some_count(uint64_t seed, uint64_t i) {
+  const uint64_t size = draw(seed, 6, i) % 4;
+  return 1 + draw(seed, 7, i) % (size == 0 ? 4 : size == 1 ? 300 : size == 2 ? 5000 : 40000);
+}
+
+/* A reducescatter or allgather, in place or not. Some ranks have no part; sometimes only one has: a broadcast. */
+static void run_stream(rank *me, int number, uint64_t seed, int differs, int odd) {
+  const int scatters = draw(seed, 11, 0) % 2 == 0, is_broadcast = draw(seed, 11, 1) % 4 == 0;
+  const int root = (int)(draw(seed, 11, 2) % (uint64_t)me->all), in_place = is_broadcast || draw(seed, 11, 3) % 2;
+  const int dtype = dtypes[draw(seed, 8, 0) % 5], own = me->order[me->number];
+  const int op = draw(seed, 4, 0) % 3 == 0 ? ALLRED_MAX : dtype == ALLRED_INT32 ? ALLRED_SUM : ALLRED_AVERAGE;
+  const size_t item = allred_dtype_bytes(dtype);
+  allred_header header = {.kind = 1, .op = (uint8_t)op, .name = seed, .count = differs && me->number == odd};
+  allred_operation operation;
+  uint64_t starts[65] = {0};
+  for (int rank = 0; rank < me->all; rank++) {
+    const int has_part = is_broadcast ? rank == root : draw(seed, 12, (uint64_t)rank) % 4 > 0;
+    starts[rank + 1] = starts[rank] + (has_part ? some_count(seed, (uint64_t)rank) * item : 0);
+  }
+  const size_t all = starts[me->all], begin = starts[own], part = starts[own + 1] - begin;
+  char *ranks[64], *right = malloc(all + 1);
+  for (int rank = 0; rank < me->all; rank++) ranks[rank] = numbers(seed, dtype, 0, rank, all / item);
+  if (scatters)
+    allred_reduce_kernel(0, dtype, op)(right, (const void *const *)ranks, me->all, all / item, me->all);
+  else
+    for (int rank = 0; rank < me->all; rank++)
+      memcpy(right + starts[rank], ranks[rank] + starts[rank], starts[rank + 1] - starts[rank]);
+  char *large = malloc(all + 1), *small = in_place ? large + begin : malloc(part + 1);
+  memcpy(small, ranks[own] + begin, part);
+  if (scatters) {
+    memcpy(large, ranks[own], all);
+    allred_begin_reducescatter(&operation, &me->segment, &header, large, small, starts, dtype, allred_variants() - 1,
+                               op, me->all);
+  } else {
+    allred_begin_allgather(&operation, &me->segment, &header, small, large, starts);
+  }
+  const int status = advance(me, &operation, number), agreed = status == ALLRED_DONE;
+  if (agreed == differs) fail(me, number, "wrong status", (size_t)status);
+  const char *expected = agreed ? right : ranks[own];
+  const char *result = scatters || !agreed ? small : large;
+  const size_t from = scatters || !agreed ? begin : 0, bytes = scatters || !agreed ? part : all;
+  for (size_t at = 0; at < bytes; at++)
+    if (result[at] != expected[from + at]) fail(me, number, scatters ? "reducescatter" : "allgather", at);
+  for (int rank = 0; rank < me->all; rank++) free(ranks[rank]);
+  if (!in_place) free(small);
+  free(large), free(right);
+}
+
 static void *run(void *argument) {
   rank *me = argument;
-  static const int dtypes[] = {ALLRED_FLOAT32, ALLRED_FLOAT64, ALLRED_INT32, ALLRED_FLOAT16, ALLRED_BFLOAT16};
   for (int number = 1; number <= me->operations; number++) {
     const uint64_t seed = draw(77, (uint64_t)number, (uint64_t)me->layout->hosts);
     const int differs = draw(seed, 1, 0) % 8 == 0, odd = (int)(draw(seed, 2, 0) % (uint64_t)me->all);
+    if (draw(seed, 3, 1) % 2) {
+      run_stream(me, number, seed, differs, odd);
+      continue;
+    }
     const int is_exchange = draw(seed, 3, 0) % 5 == 0;
     const int is_step = !is_exchange && draw(seed, 9, 0) % 3 == 0, uneven = is_step && draw(seed, 9, 1) % 3;
     const int op = is_step ? ALLRED_AVERAGE : draw(seed, 4, 0) % 3 == 0 ? ALLRED_MAX : ALLRED_SUM;
@@ -118,8 +173,7 @@ static void *run(void *argument) {
     size_t counts[MAX_TENSORS];
     int kinds[MAX_TENSORS];
     for (size_t i = 0; i < count; i++) {
-      const uint64_t size = draw(seed, 6, i) % 4;
-      counts[i] = 1 + draw(seed, 7, i) % (size == 0 ? 4 : size == 1 ? 300 : size == 2 ? 5000 : 40000);
+      counts[i] = some_count(seed, i);
       if (differs && me->number == odd) counts[i] += 3; /* another size: nothing may be read or written */
       kinds[i] = dtypes[(draw(seed, 8, 0) + i / 3) % (is_step ? 2 : 5)];
       in[i] = numbers(seed, kinds[i], i, me->number, counts[i]);
@@ -161,8 +215,13 @@ static void *run(void *argument) {
 static void run_layout(const layout *l, int operations, uint64_t seed) {
   rank *ranks = calloc(64, sizeof *ranks);
   pthread_t threads[64];
-  int all = 0, first[MAX_HOSTS + 1] = {0};
+  int all = 0, first[MAX_HOSTS + 1] = {0}, order[64];
   for (int host = 0; host < l->hosts; host++) first[host + 1] = all += l->ranks[host];
+  for (int i = 0; i < all; i++) order[i] = i;
+  for (int i = all - 1; i > 0; i--) { /* shuffled */
+    const int other = (int)(draw(3, (uint64_t)all, (uint64_t)i) % (uint64_t)(i + 1)), kept = order[i];
+    order[i] = order[other], order[other] = kept;
+  }
   for (int host = 0; host < l->hosts; host++) {
     char *memory = aligned_alloc(4096, allred_segment_bytes(l->ranks[host], CHUNK));
     const size_t bytes = (allred_network_bytes(l->ranks[host], all, l->window_bytes) + 4095) / 4096 * 4096;
@@ -174,8 +233,11 @@ static void run_layout(const layout *l, int operations, uint64_t seed) {
       *me = (rank){.layout = l, .number = first[host] + local, .host = host, .all = all, .operations = operations};
       me->seed = seed + (uint64_t)me->number;
       memcpy(me->first_rank, first, sizeof first);
+      memcpy(me->order, order, sizeof order);
       me->network = (allred_network){.hosts = l->hosts, .host = host, .slices = l->slices};
       me->network.first_rank = me->first_rank;
+      me->network.order = me->order;
+      me->network.host_starts = me->host_starts;
       me->network.events = me->events;
       me->network.sockets = local < l->slices ? me->sockets : NULL;
       me->network.memory = shared;

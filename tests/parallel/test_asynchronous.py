@@ -218,15 +218,16 @@ def burn(seconds):
 
 
 def test_a_peer_that_holds_the_gil_keeps_nobody(comm):
-    """With the thread: the others are through while rank 0 is still inside its call. All but allgather and alltoall."""
+    """With the thread: the others are through while rank 0 is still inside its call. All but alltoall, and allgather
+    without `out`."""
     several(comm)
     if not comm.queue.engine.has_progress_thread:
         pytest.skip("takes the thread")
     x, count = np.ones(100_000), comm.size
     comm.barrier().wait()
     works = [comm.allreduce(x, allred.Sum, in_place=True), comm.grouped_allreduce([x[:3].copy()]), comm.barrier()]
-    if comm.name != "tcp":  # there Python takes part in them
-        works += [comm.broadcast(np.ones(7)), comm.reducescatter(np.ones(count))]
+    works += [comm.broadcast(np.ones(7)), comm.reducescatter(np.ones(count))]
+    works += [comm.allgather(np.full(70_000, part + 0.5), out=np.empty(70_000 * count)) for part in range(2)]
     works.append(comm.allreduce(np.ones(3), allred.Sum))
     if comm.rank == 0:
         burn(1.0)
@@ -238,6 +239,7 @@ def test_a_peer_that_holds_the_gil_keeps_nobody(comm):
     of_burn, *of_others = comm.allgather(np.array([ended])).wait()
     assert max(of_others) < of_burn
     assert set(x) == {count}
+    assert set(works[-2].wait()) == {1.5}
 
 
 def test_the_thread_starts_with_the_first_operation_that_is_not_waited_for(size):

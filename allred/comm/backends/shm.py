@@ -115,6 +115,9 @@ class ShmBackend(Backend):
     def begin_broadcast(self, record: bytes | None, data: Array, root: int) -> Operation:
         return self.segment.begin_broadcast(record, data, root)
 
+    def begin_allgather(self, record: bytes | None, send: Array, recv: Array, counts: list[int]) -> Operation:
+        return self.segment.begin_allgather(record, send, recv, counts)
+
     def begin_reducescatter(
         self, record: bytes | None, flat: Array, out: Array, counts: list[int], op: ReduceOp
     ) -> Operation:
@@ -137,7 +140,7 @@ class ShmBackend(Backend):
         yield from _finish(self.begin_broadcast(None, data, root))
 
     def allgather(self, send: Array, recv: Array, counts: list[int]) -> Steps[None]:
-        yield from _finish(self.segment.begin_allgather(None, send, recv, counts))
+        yield from _finish(self.begin_allgather(None, send, recv, counts))
 
     def alltoall(self, send: Array, recv: Array, counts: Array) -> Steps[None]:
         to, come = counts[self.rank].tolist(), counts[:, self.rank].tolist()

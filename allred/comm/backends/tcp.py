@@ -1,8 +1,8 @@
 """Backend tcp, of several hosts: shared memory within a host, TCP connections between hosts (csrc/network.h).
 
-An allreduce of one array or of a group is one operation in C, as on one host. The other collectives are composed of
-those of the host and of an exchange of bytes between hosts; `slices` ranks of each host share the exchange. Each byte
-crosses to another host once.
+All collectives but alltoall, and allreduce with compression, are one operation in C, as on one host. These two are
+composed of collectives of the host and of an exchange of bytes between hosts; `slices` ranks of each host share the
+exchange, and each byte crosses to another host once.
 
 Results are the same on all ranks, and from run to run for the same hosts. The sum of a host has the order of its ranks;
 the sum over the hosts has an order that depends on the position in the array.
@@ -60,10 +60,10 @@ class TcpBackend(ShmBackend):
         self._order = [rank for ranks in hosts for rank in ranks]
         self._position = [self._order.index(rank) for rank in range(self.size)]
         fds = [sockets[host].fileno() if host in sockets else -1 for host in range(len(hosts))]
-        self.segment.set_network(windows, window_bytes(hosts), self._here, self._slices, [len(h) for h in hosts], fds)
+        self.segment.set_network(windows, window_bytes(hosts), self._here, self._slices, hosts, fds)
 
     def begins_with_header(self, kind: str, wire: int) -> bool:
-        return kind in ("allreduce", "grouped_allreduce", "barrier") and not wire
+        return not wire
 
     def connection_error(self) -> AllredError | None:
         lost = self.segment.lost_host
@@ -105,35 +105,6 @@ class TcpBackend(ShmBackend):
             yield from self.allgather(arrays.as_bytes(mine), arrays.as_bytes(halves), [2 * share] * self.size)
             widen(halves[: part.size], part, wire)
 
-    def broadcast(self, data: Array, root: int) -> Steps[None]:
-        source = next(index for index, ranks in enumerate(self._hosts) if root in ranks)
-        if source == self._here:
-            yield from self._node.broadcast(data, self._hosts[source].index(root))
-        # The host of the root sends a part to each other host; then each host sends its part to all that lack it.
-        count, here = len(self._hosts), self._here
-        parts = _cuts(*self._slice(data.size), count)
-        nothing, target = (0, 0), np.empty(0, np.uint8) if source == here else data  # that of the root may be read-only
-        to = [part if here == source != host else nothing for host, part in enumerate(parts)]
-        back_parts = [parts[here] if host == source != here else nothing for host in range(count)]
-        yield from self._exchange(data, to, target, back_parts)
-        to = [nothing if host in (here, source) else parts[here] for host in range(count)]
-        back_parts = [nothing if here in (host, source) else part for host, part in enumerate(parts)]
-        yield from self._exchange(data, to, target, back_parts)
-        if source != here:
-            yield from self._gather_slices(data)
-
-    def allgather(self, send: Array, recv: Array, counts: list[int]) -> Steps[None]:
-        blocks = [sum(counts[rank] for rank in ranks) for ranks in self._hosts]
-        gathered = [np.empty(size, np.uint8) for size in blocks]
-        yield from self._node.allgather(send, gathered[self._here], [counts[rank] for rank in self._hosts[self._here]])
-        yield from self._swap([gathered[self._here]] * len(blocks), gathered)
-        starts = np.cumsum([0, *counts])
-        for ranks, block in zip(self._hosts, gathered, strict=True):
-            at = 0
-            for rank in ranks:
-                recv[starts[rank] : starts[rank + 1]] = block[at : at + counts[rank]]
-                at += counts[rank]
-
     def alltoall(self, send: Array, recv: Array, counts: Array) -> Steps[None]:
         ours = self._hosts[self._here]
         totals = [int(counts[rank].sum()) for rank in ours]
@@ -156,12 +127,6 @@ class TcpBackend(ShmBackend):
                     if mine == self.rank:
                         recv[starts[rank] : starts[rank] + count] = block[at : at + count]
                     at += count
-
-    def reducescatter(self, flat: Array, out: Array, counts: list[int], op: ReduceOp) -> Steps[None]:
-        whole = flat.copy()
-        yield from self.allreduce(whole, op)
-        start = sum(counts[: self.rank])
-        out[:] = whole[start : start + out.size]
 
     # Between hosts.
 
