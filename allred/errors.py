@@ -29,6 +29,8 @@ class InputError(AllredError, ValueError):
 class MismatchError(AllredError, ValueError):
     """Ranks called different operations, or one operation with different tensors. The text is the same on all ranks."""
 
+    operations_differ = False  # not of one kind and name, so that the ranks are at different places of the program
+
 
 class DriftError(MismatchError):
     """Parameters or optimizer states differ between ranks but must be equal. The text is the same on all ranks."""

@@ -104,6 +104,21 @@ void allred_queue_release(allred_queue *queue, const allred_operation *op) {
   unlock(queue);
 }
 
+void allred_queue_withdraw(allred_queue *queue, allred_operation *op) {
+  lock(queue);
+  allred_operation *before = NULL, *each = first(queue);
+  for (; each && each != op; each = each->next) before = each;
+  if (each) {
+    if (before)
+      before->next = op->next;
+    else
+      set_first(queue, op->next);
+    if (queue->last == op) queue->last = before;
+    atomic_store_explicit(&op->settled, ALLRED_DIFFER, memory_order_release);
+  }
+  unlock(queue);
+}
+
 /* Return the operation that can continue, or NULL. */
 static allred_operation *next(allred_queue *queue) {
   allred_operation *op = queue->halted ? NULL : first(queue);

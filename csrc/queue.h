@@ -48,6 +48,10 @@ void allred_queue_hold(allred_queue *queue, allred_operation *op, int status);
 /* If the operation holds the queue, let the others continue. */
 void allred_queue_release(allred_queue *queue, const allred_operation *op);
 
+/* Remove an operation that has taken no step, because another one before it holds the queue. It is settled then, as one
+ * whose headers differ. */
+void allred_queue_withdraw(allred_queue *queue, allred_operation *op);
+
 /* Whether an operation is complete. If so, this thread may read its results. */
 int allred_queue_settled(const allred_operation *op);
 

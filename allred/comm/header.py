@@ -174,10 +174,12 @@ def verdict(calls: list[OpDescriptor], ranks: Sequence[int] | None = None) -> Al
     """Return the error that all ranks raise, from every rank's descriptor. Pure, so the text is the same on all ranks.
     ranks: the numbers of the ranks; default: 0, 1, ..."""
     error = _verdict(calls, range(len(calls)) if ranks is None else ranks)
-    if isinstance(error, MismatchError) and any(call.found_at for call in calls):
-        places = by_rank([call.found_at or "?" for call in calls], ranks)
-        earlier = next((f"\n  {call.earlier}" for call in calls if call.earlier), "")
-        return MismatchError(f"{error}\n  called at {places}{earlier}")
+    if isinstance(error, MismatchError):
+        if any(call.found_at for call in calls):
+            places = by_rank([call.found_at or "?" for call in calls], ranks)
+            earlier = next((f"\n  {call.earlier}" for call in calls if call.earlier), "")
+            error = MismatchError(f"{error}\n  called at {places}{earlier}")
+        error.operations_differ = len({call.label for call in calls}) > 1
     return error
 
 

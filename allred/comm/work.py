@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from allred import world
 from allred.cluster import mpi_progress
 from allred.comm.header import OpDescriptor
-from allred.errors import AllredError, InputError
+from allred.errors import AllredError, InputError, MismatchError
 from allred.gpu.launch_order import LaunchTurn
 from allred.gpu.streams import Completion
 from allred.runtime.timings import LOST_CONNECTION_S
@@ -183,6 +183,7 @@ class Work(Generic[T]):
         if not self._finished:
             self._queue.wait(self, timeout_s)
         if self._error is not None:
+            self._queue.note_raised(self._error)
             raise self._error
         if (watcher := world.watcher()) is not None and watcher.pending():
             raise watcher.error()
@@ -225,6 +226,8 @@ class Work(Generic[T]):
             self._finish(stop.value)
         except AllredError as error:  # the same error on all ranks: the next operation can run
             self._queue.record_error(error)
+            if isinstance(error, MismatchError) and error.operations_differ:
+                self._queue.withdraw_later(self, error)
             self._finish(None, error)
         except UserCodeError as failure:
             self._finish(None, failure.error)
@@ -232,6 +235,13 @@ class Work(Generic[T]):
             reason = traceback.format_exception_only(error)[-1].partition("\n")[0]
             self._queue.poison(f"{self.title} was cut short by {reason}")
             raise
+
+    def withdraw(self, error: MismatchError) -> None:
+        """Fail with the error of an operation that was started before. The other ranks do not know of this one."""
+        if (withdraw := getattr(self._first, "withdraw", None)) is not None:
+            withdraw()
+        self._steps.close()
+        self._finish(None, error)
 
     def _finish(self, result: T | None, error: Exception | None = None) -> None:
         self._result, self._error, self._finished = result, error, True
@@ -256,6 +266,7 @@ class WorkQueue:
         self.waited_s = 0.0  # total, including waits for peers
         self.poisoned = ""
         self._errors, self._last_error = 0, ""  # that operations have raised
+        self._not_raised: MismatchError | None = None  # see `withdraw_later`
         self.idle = True
         self.quiet = False  # whether long waits are intended: no warnings
         self.awaited: Awaited | None = None  # the ranks that it waits for, if known
@@ -275,6 +286,9 @@ class WorkQueue:
             work.turn = turn
             if self.track is not None:
                 work.timeline_record = Operation(title)
+            if self._not_raised is not None:
+                work.withdraw(self._not_raised)
+                return work
             self._works.append(work)
             self.idle = False
             if self._ahead:
@@ -305,8 +319,25 @@ class WorkQueue:
             self._works.popleft()
         while self._works and self._works[0]._finished:  # by its first step, in `start`
             self._works.popleft()
-        self.idle = not self._works and not self.poisoned
+        self._set_idle()
         return work._finished
+
+    def _set_idle(self) -> None:
+        self.idle = not (self._works or self.poisoned or self._not_raised is not None)
+
+    def withdraw_later(self, work: Work[Any], error: MismatchError) -> None:
+        """After the ranks called different operations: let all operations that this rank has started after `work`, and
+        those that it starts before a wait has raised the error, fail with it too. Else an operation would wait for a
+        rank that has raised the error in its place, if no wait of this rank is for `work`."""
+        self._not_raised = error
+        for later in itertools.islice(itertools.dropwhile(lambda other: other is not work, self._works), 1, None):
+            later.withdraw(error)
+
+    def note_raised(self, error: Exception) -> None:
+        """Note that a wait raises the error of an operation."""
+        if error is self._not_raised:
+            self._not_raised = None
+            self._set_idle()
 
     def _run_for_others(self) -> None:
         """Run the whole queue without waiting, unless another thread does."""

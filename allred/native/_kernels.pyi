@@ -101,6 +101,9 @@ class Operation:
         """Take the steps that need no waiting. Returns whether the operation is complete."""
     def spin_wait(self) -> bool:
         """The same, until 1 ms passes without progress."""
+    def withdraw(self) -> bool:
+        """Remove it from the queue, where it has taken no step. Only while an operation before it holds the queue.
+        Returns whether it is complete or was removed."""
     def headers(self) -> list[bytes]:
         """The headers of all ranks. ValueError if the operation is not complete."""
 

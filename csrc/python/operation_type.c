@@ -103,6 +103,11 @@ static PyObject *done(Operation *self, PyObject *unused) {
 
 static PyObject *spin_wait(Operation *self, PyObject *unused) { return run_for(self, ALLRED_SPIN_WAIT_NS); }
 
+static PyObject *withdraw(Operation *self, PyObject *unused) {
+  allred_queue_withdraw(&self->segment->queue, &self->operation);
+  return PyBool_FromLong(settled(self));
+}
+
 static PyObject *headers(Operation *self, PyObject *unused) {
   if (!settled(self)) return PyErr_Format(PyExc_ValueError, "the operation is not complete");
   return allred_headers(self->segment, self->operation.number);
@@ -160,6 +165,7 @@ static void destruct(Operation *self) {
 static PyMethodDef methods[] = {
     METHOD("done", done, METH_NOARGS, "Take the steps that need no waiting; whether the operation is complete."),
     METHOD("spin_wait", spin_wait, METH_NOARGS, "The same, until 1 ms passes without progress."),
+    METHOD("withdraw", withdraw, METH_NOARGS, "Remove it from the queue. Only while another one holds the queue."),
     METHOD("headers", headers, METH_NOARGS, "Return the headers of all ranks."),
     {NULL, NULL, 0, NULL}};
 

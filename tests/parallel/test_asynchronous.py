@@ -160,6 +160,28 @@ def test_another_order_is_told_as_such(comm, who):
     comm.barrier().wait()
 
 
+@pytest.mark.parametrize(("count", "kept"), [(1, False), (1, True), (20, True)])
+def test_the_next_wait_raises_the_mismatch_of_works_that_nobody_waits_for(comm, who, count, kept):
+    """Else it would wait for the next operation of the rank that has raised the mismatch already."""
+    several(comm)
+    for odd in range(comm.size):
+        if comm.rank == odd:
+            with pytest.raises(MismatchError, match=f"barrier\\(\\) on rank {odd}"):
+                comm.barrier().wait()
+        else:
+            works = [comm.allreduce(np.ones(3), allred.Sum, f"w{number}") for number in range(count)]
+            works = works if kept else []
+            with pytest.raises(MismatchError, match=f"barrier\\(\\) on rank {odd}") as error:
+                comm.barrier().wait()
+            for work in works:
+                with pytest.raises(MismatchError) as again:
+                    work.wait()
+                assert again.value is error.value
+        x = np.full(3, comm.rank + 1.0)
+        assert comm.allreduce_blocking(x, False, allred.Sum, "").tolist() == [comm.size * (comm.size + 1) / 2] * 3
+    comm.barrier().wait()
+
+
 def test_the_place_is_where_it_was_started(size):
     several(allred.comm.functions.current())
     work = allred.allreduce_async(np.ones(2 + (allred.rank() == 1)), name="w")  # here
