@@ -8,7 +8,6 @@ rank without settings takes those of the chief, because launchers over ssh do no
 Modules that only some jobs need (mode ps, clients) are imported where they are used, so that other jobs start sooner.
 """
 
-import atexit
 import contextlib
 import dataclasses
 import os
@@ -31,7 +30,7 @@ from allred.config import Config, explicit_settings, settle
 from allred.errors import AllredError, ConfigError, InputError
 from allred.gpu import streams
 from allred.launch import rendezvous_client
-from allred.runtime import detached
+from allred.runtime import detached, process_end
 from allred.watch import exit as exit_protocol
 from allred.watch import exit_callbacks, shm_files
 from allred.watch import start as watch
@@ -350,13 +349,13 @@ def _connect_servers_and_clients(
         ps = Context(duplicate.Dup(), rank, plan.servers, ranks, plan.config, joins=here.in_cluster)
         CONTEXT.set(here, ps if rank < workers.stop else None)
         if rank in workers:
-            atexit.register(_leave_servers)
+            process_end.register(_leave_servers)
     if plan.clients:
         from allred.client.call import CLIENT_GROUP, ClientGroup
 
         CLIENT_GROUP.set(here, ClientGroup(duplicate.Dup(), rank, cluster.tasks, plan.clients, plan.config))
         if rank >= workers.stop:
-            atexit.register(_leave_workers)
+            process_end.register(_leave_workers)
 
 
 def _start_watchers(plan: _Decisions, facts: list[_Facts], control: Communicator, bootstrap: Bootstrap) -> None:

@@ -56,6 +56,9 @@ def arm_exit(
     """Set what this process does at exit (csrc/python/exit.h). mpi: the addresses of MPI_Finalized, MPI_Finalize and
     MPI_Abort, and the handle of the communicator to abort. False if libc has no on_exit()."""
 
+def end_rank(status: int, /) -> None:
+    """Do now what this process does at exit with this status (csrc/python/exit.h). It may end here."""
+
 def report_mpi_call(number: int, fd: int, /) -> bool:
     """Before the handler of signal `number` runs, write a line such as "MPI Send" to `fd` if the thread is in MPI."""
 

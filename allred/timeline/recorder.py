@@ -15,7 +15,6 @@ Recording appends to a list. A thread writes the list ten times per second as a 
 records. A rank that is killed loses only its last records, and a file system that stalls does not stall training.
 """
 
-import atexit
 import contextlib
 import marshal
 import os
@@ -28,6 +27,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from allred import log
+from allred.runtime import process_end
 
 MAGIC = b"allred timeline 1\n"
 CHUNK = struct.Struct("<II")  # length, CRC-32
@@ -58,13 +58,13 @@ class Recorder:
         self._write(MAGIC)
         self._write_records()
         self._thread.start()
-        atexit.register(self.close)
+        process_end.register(self.close)
 
     def close(self) -> None:
         """Write the remaining records and stop. Does nothing in a forked child."""
         if os.getpid() != self._process:
             return
-        atexit.unregister(self.close)
+        process_end.unregister(self.close)
         self.add(("end", time.perf_counter_ns()))
         self._closing.set()
         self._thread.join(_LAST_WRITE_S)

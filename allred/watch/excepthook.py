@@ -6,6 +6,7 @@ reported once, in the first of these places that sees it:
     sys.excepthook       the interpreter calls it, or a hook of the program that calls the hook before it
     shutdown of threads  the first act of the interpreter after the program; for hooks that do not call the one before
     sys.exit             a program that runs another one, such as coverage, calls sys.excepthook, then sys.exit(1)
+    end of the target    of a child of multiprocessing, which catches the exception
 
 A failed rank reports to its watcher first and prints its traceback last, after the other ranks have unwound. These do
 not print the traceback of the verdict, which would repeat it.
@@ -24,6 +25,7 @@ from typing import Any
 
 from allred import world
 from allred.errors import AllredError
+from allred.runtime import process_end
 from allred.runtime.timings import PRINT_FIRST_S
 from allred.watch import exit_callbacks
 from allred.watch.exit_callbacks import delayed_handlers
@@ -45,6 +47,8 @@ def watch(end_soon: Callable[[int], None]) -> None:
 
     May be called again, after the program has replaced sys.excepthook."""
     global _end_soon, _pid, _hook
+    if _pid != os.getpid():
+        process_end.call_after_target(_end_of_child)
     first, _end_soon, _pid = _end_soon is None, end_soon, os.getpid()
     if sys.excepthook is not _hook:
         sys.excepthook = _hook = _make_hook(sys.excepthook)
@@ -153,8 +157,11 @@ def _last_line(kind: type[BaseException], error: BaseException) -> str:
     return traceback.format_exception_only(kind, error)[-1 - lines].strip()
 
 
-def _report(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> bool:
-    """Report to the watcher, and linger. Return whether to print the traceback."""
+def _report(
+    kind: type[BaseException], error: BaseException, trace: types.TracebackType | None, status: int | None = None
+) -> bool:
+    """Report to the watcher, and linger. Return whether to print the traceback. status: the exit code, if it is not the
+    one that Python gives the exception."""
     watcher = world.watcher()
     if watcher is None:
         return True
@@ -162,7 +169,7 @@ def _report(kind: type[BaseException], error: BaseException, trace: types.Traceb
     if watcher.verdict is None:
         with contextlib.suppress(OSError, AttributeError, ValueError):  # a stream that is closed or gone
             sys.stdout.flush()  # lingering may take long
-        watcher.fail(_STATUS.get(kind, 1), _last_line(kind, error), text)
+        watcher.fail(status or _STATUS.get(kind, 1), _last_line(kind, error), text)
     elif watcher.verdict.rank == watcher.rank:
         watcher.linger()
     return not _repeats_verdict(error, text)
@@ -187,6 +194,31 @@ def _repeats_verdict(error: BaseException, text: str) -> bool:
     return (bool(end) and text.endswith(end)) or str(error) == str(watcher.verdict.error())
 
 
+def _end_of_child(error: BaseException | None) -> None:
+    """Report the end of a child of multiprocessing, whose target has raised `error`. multiprocessing catches it."""
+    status = process_end.exit_code(error)
+    if os.getpid() != _pid or _status is not None:
+        return
+    if status == 0 and process_end.leaves_by_os_exit() and (wait := getattr(threading, "_shutdown", None)) is not None:
+        wait()  # for threads, which may use allred; multiprocessing would call it after this function
+    if status and error is not None:
+        exit_callbacks.call_and_print(error)
+        shown = _handled_at_exit(error)
+        _report(type(shown), shown, shown.__traceback__, status)
+    if status or process_end.leaves_by_os_exit():
+        _end_with(status)
+
+
+def _handled_at_exit(error: BaseException) -> BaseException:
+    """Return the exception that the target of a child was handling when it raised SystemExit, as the wrapper of
+    torch.multiprocessing.spawn does; else `error` itself."""
+    context = error.__context__ if isinstance(error, SystemExit) else None
+    if context is None or context.__traceback__ is None:
+        return error
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return context if context.__traceback__.tb_frame in frames else error  # else handled where the child was forked
+
+
 class _Exit(SystemExit):
     """The exception of sys.exit. It notes its status when it ends the process, not when it is caught."""
 
@@ -197,7 +229,9 @@ class _Exit(SystemExit):
     @property
     def code(self) -> Any:
         if _called_by_the_interpreter():
-            status = 0 if self._code is None else self._code & 0xFF if isinstance(self._code, int) else 1
+            if _status is not None:  # of a child of multiprocessing that was spawned
+                return self._code
+            status = process_end.exit_code(SystemExit(self._code))
             exit_callbacks.call_and_print(self if status else None)
             if status and (watcher := world.watcher()) is not None:
                 watcher.report_failure(status, *_passed.get(status, (f"sys.exit({self._code!r})",)))

@@ -8,13 +8,15 @@ With the C extension this is decided inside libc's exit(), which knows the statu
 if MPI was imported before allred.init() and mpi4py finalizes it first, the status is the one that Python shows: an
 uncaught exception, Ctrl-C, sys.exit(n). An explicit `raise SystemExit(n)` is not seen then.
 
+A rank that is a forked child of multiprocessing leaves by os._exit, without libc's exit(): see process_end.py. After
+success `_leave` calls what exit() would call. After a failure multiprocessing prints the traceback and ends it.
+
 Two more cases use the status that Python shows. A rank that fails while its own threads or atexit functions still run,
 or the deletion of its objects, is ended after LEAVE_S: by a thread of Python, and from `_leave` on by one of C. And
 MPICH's mpirun ignores a failure before allred.init() while the other ranks wait in MPI_Init: the failed rank sends
 mpirun an abort.
 """
 
-import atexit
 import contextlib
 import ctypes
 import os
@@ -27,6 +29,7 @@ from collections.abc import Callable
 from typing import Any
 
 from allred import native, world
+from allred.runtime import process_end
 from allred.runtime.timings import DRAIN_S, FOLLOWER_LEAVE_S, LEAST_LEAVE_S, LEAVE_S, LINGER_READ_S
 from allred.watch import excepthook, runner_link
 from allred.watch.exit_callbacks import delayed_handlers
@@ -56,7 +59,7 @@ def before_init() -> None:
         os.set_inheritable(descriptor, False)  # a program that this one starts is no rank
         _pid, _pmi = os.getpid(), (descriptor, status.st_ino)
         excepthook.watch(_end_soon)
-        atexit.register(_leave, False)
+        process_end.register(_leave, False)
 
 
 def before_exec() -> None:
@@ -75,7 +78,7 @@ def take_over(MPI: Any, finalizes: bool, lifeline: int = -1) -> None:  # noqa: N
     if _mpi is not None and _pid == os.getpid():
         return
     _pid, _mpi, _pmi, _lifeline, _number = os.getpid(), MPI, None, lifeline, MPI.COMM_WORLD.Get_rank()
-    atexit.unregister(_leave)
+    process_end.unregister(_leave)
     if MPI.COMM_WORLD.Get_size() > 1 or runner_link.address():
         excepthook.watch(_end_soon)
         if finalizes and native.arm_exit is not None:
@@ -85,7 +88,7 @@ def take_over(MPI: Any, finalizes: bool, lifeline: int = -1) -> None:  # noqa: N
             )
             if not _arm("", 0, -1, _TELL, -1.0, 0):
                 _arm = None
-    atexit.register(_leave, finalizes)
+    process_end.register(_leave, finalizes)
 
 
 def stuck() -> None:
@@ -158,6 +161,7 @@ def _leave(finalizes: bool) -> None:
     global _is_left_to_c
     if os.getpid() != _pid:
         return
+    is_forked_child = process_end.leaves_by_os_exit()
     _is_left_to_c = _arm is not None and not excepthook.interrupted()  # after Ctrl-C a signal ends Python, not exit()
     status, watcher = excepthook.status_at_exit(), world.watcher()
     duty, code, words = _TELL, 0, ""
@@ -173,12 +177,18 @@ def _leave(finalizes: bool) -> None:
         elif watcher.gone:
             rank, how = next(iter(watcher.gone.items()))
             duty, code, words = _STAY, watcher.gone_code, _printable(f"rank {rank} {how}")
+        if status and is_forked_child and duty != _RELEASED:  # multiprocessing then prints the traceback, and calls
+            watcher.await_release()  # os._exit
+            duty = _RELEASED
     if _arm is not None and _is_left_to_c:
         _cancel_abort_of_mpi4py()
         grace_s = min(LEAVE_S, max(LEAST_LEAVE_S, _grace_end - time.monotonic())) if status else -1.0
         _arm(words, code, -1 if watcher is None else watcher.duplicate(), duty, grace_s, status)
-    else:
-        _leave_without_c(finalizes, status, duty, code, words)
+        if is_forked_child and not status:
+            _flush()
+            native.end_rank(0)
+    elif not (is_forked_child and status):
+        _leave_without_c(finalizes or is_forked_child, status, duty, code, words)
 
 
 def _cancel_abort_of_mpi4py() -> None:
@@ -227,8 +237,7 @@ def _who() -> str:
 def _end_job(what: str, status: int) -> None:
     if _mpi is None and not _waits_before_mpi():
         return
-    with contextlib.suppress(OSError, AttributeError, ValueError):  # a stream that is closed or gone
-        sys.stdout.flush()
+    _flush()
     with contextlib.suppress(OSError):
         os.write(2, f"allred: {_who()} {what}\n".encode())
     if _lifeline >= 0:
@@ -238,6 +247,11 @@ def _end_job(what: str, status: int) -> None:
         _mpi.COMM_WORLD.Abort(status or 1)
     elif _pmi is not None:
         os.write(_pmi[0], b"cmd=abort exitcode=%d\n" % status)  # PMI-1, which mpirun speaks on this socket
+
+
+def _flush() -> None:
+    with contextlib.suppress(OSError, AttributeError, ValueError):  # a stream that is closed or gone
+        sys.stdout.flush()
 
 
 def _waits_before_mpi() -> bool:

@@ -4,7 +4,7 @@ Each callback runs once. Its argument is the exception that ends the program, or
 
     excepthook.py     an uncaught exception or sys.exit(), with several ranks: before the report to the watcher
     allred.shutdown   the argument is the exception that is being handled, if there is one
-    atexit            every other end; the argument is the exception that Python has printed, if there is one
+    process_end.py    every other end; the argument is the exception that Python has printed, if there is one
 
 `delayed_handlers()`: the program's signal handlers run after a clean-up, not inside of it. A handler may raise an
 exception, such as torch's for DataLoader workers that have died; the rest of the clean-up would be skipped. Ctrl-C with
@@ -12,7 +12,6 @@ Python's own handler is not delayed, so a clean-up that waits can be interrupted
 they only note that the signal came.
 """
 
-import atexit
 import contextlib
 import os
 import signal
@@ -25,6 +24,7 @@ from typing import Any
 
 from allred import log, world
 from allred.errors import AllredError
+from allred.runtime import process_end
 
 Callback = Callable[[BaseException | None], None]
 
@@ -36,8 +36,8 @@ def register(callback: Callback, any_thread: bool = False) -> None:
     on at the end."""
     if any_thread or threading.current_thread() is threading.main_thread():
         _callbacks.append((os.getpid(), callback))
-        atexit.unregister(_at_exit)  # atexit runs in reverse order, so these run before the functions of init()
-        atexit.register(_at_exit)
+        process_end.unregister(_at_exit)  # in reverse order, so these run before the functions of init()
+        process_end.register(_at_exit)
 
 
 def unregister(callback: Callback) -> None:
@@ -66,7 +66,7 @@ def call_and_print(error: BaseException | None) -> None:
 
 def _at_exit() -> None:
     at_prompt = hasattr(sys, "ps1")  # there an exception does not end the program
-    call_and_print(None if at_prompt else getattr(sys, "last_value", None))
+    call_and_print(process_end.target_error() or (None if at_prompt else getattr(sys, "last_value", None)))
 
 
 @contextlib.contextmanager

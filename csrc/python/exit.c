@@ -125,7 +125,14 @@ int allred_exit_arm(const allred_exit_plan *plan) {
   return first ? on_exit(at_exit, NULL) : 0;
 }
 
+void allred_exit_run(int status) {
+  at_exit(status, NULL);
+  armed.pid = 0;
+}
+
 #else
+
+void allred_exit_run(int status) { (void)status; }
 
 int allred_exit_arm(const allred_exit_plan *plan) {
   (void)plan;

@@ -61,4 +61,8 @@ typedef struct {
  */
 int allred_exit_arm(const allred_exit_plan *plan);
 
+/* Do now what the handler does at the end of the process with this status, and disarm it: for a process that will leave
+ * by _exit(). May end the process. */
+void allred_exit_run(int status);
+
 #endif

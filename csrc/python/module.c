@@ -273,6 +273,15 @@ static PyObject *arm_exit(PyObject *self, PyObject *args) {
   return PyBool_FromLong(allred_exit_arm(&plan) == 0);
 }
 
+static PyObject *end_rank(PyObject *self, PyObject *args) {
+  int status;
+  if (!PyArg_ParseTuple(args, "i:end_rank", &status)) return NULL;
+  Py_BEGIN_ALLOW_THREADS;
+  allred_exit_run(status);
+  Py_END_ALLOW_THREADS;
+  Py_RETURN_NONE;
+}
+
 static PyObject *set_alarm(PyObject *self, PyObject *args) {
   double warn_s, limit_s;
   const char *who, *what;
@@ -324,6 +333,7 @@ static PyMethodDef methods[] = {
     METHOD("arena_usage", allred_python_arena_usage, METH_NOARGS, "Return the numbers of allred_arena_usage."),
     METHOD("alarm", set_alarm, METH_VARARGS, "Start a thread that warns about a long wait; see alarm.h."),
     METHOD("cancel_alarm", cancel_alarm, METH_NOARGS, "End the thread of alarm()."),
+    METHOD("end_rank", end_rank, METH_VARARGS, "Do now what arm_exit does at exit. See exit.h."),
     METHOD("arm_exit", arm_exit, METH_VARARGS, "Set what this process does at exit; False if libc cannot. See exit.h."),
     METHOD("report_mpi_call", report_mpi_call, METH_VARARGS,
            "Write the MPI function of a thread on a signal; see mpi_call.h."),

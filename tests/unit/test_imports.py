@@ -57,6 +57,7 @@ PRIVATE_BUT_DOCUMENTED = {"_replace", "_make", "_fields", "_asdict", "_exit", "_
 # torch has no public names for the end of a backward pass; its own DDP and FSDP use these.
 PRIVATE_BUT_DOCUMENTED |= {"_C", "_execution_engine", "_current_graph_task_id", "_current_autograd_node"}
 
+PRIVATE_BUT_DOCUMENTED |= {"_current_frames"}
 PRIVATE_BUT_DOCUMENTED |= {"_ARRAY_API"}  # numpy's C API
 
 # Names of torch without a public form, which backends written by others use too.

@@ -3,7 +3,6 @@
 ALLRED_TIMELINE records all ranks from init() on, and shows which rank waited for which (docs/timeline.md).
 """
 
-import atexit
 import json
 import os
 import pathlib
@@ -16,6 +15,7 @@ from allred.cluster import topology
 from allred.comm import functions
 from allred.comm.process_set import communicators
 from allred.errors import InputError
+from allred.runtime import process_end
 from allred.timeline import recorder
 from allred.timeline.command import trace_events
 from allred.timeline.rank_file import read_timeline
@@ -60,7 +60,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
             Track(made, "all ranks" if communicator is functions.current() else str(communicator.ranks))
         )
     if _output is None:
-        atexit.register(_stop)
+        process_end.register(_stop)
     _output = output
 
 
@@ -80,7 +80,7 @@ def _stop() -> None:
     if _output is None:
         return
     output, _output = _output, None
-    atexit.unregister(_stop)
+    process_end.unregister(_stop)
     if world.is_initialized():
         for communicator in (functions.current(), *communicators()):
             communicator.stop_recording()
