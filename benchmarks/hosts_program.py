@@ -1,6 +1,8 @@
 """The program that benchmarks/hosts.py runs on every rank. The chief prints one line of JSON.
 
 hosts_program.py allreduce [SIZES]    sizes in bytes, with the wire's rate before and after
+hosts_program.py collectives [SIZES]  reducescatter and allgather; a size is that of the larger array
+hosts_program.py fsdp                 a step of FSDP over allred and over gloo
 hosts_program.py step                 ResNet-50's opt.step, 1000 x 1 KiB, overlap with computation
 hosts_program.py ps                   a step of mode ps with ResNet-50's parameters
 """
@@ -17,6 +19,7 @@ from mpi4py import MPI
 
 import allred
 from allred.bench import verify
+from allred.comm.functions import current
 
 WIRE_BYTES = 2**24
 STEPS = 4
@@ -103,6 +106,59 @@ def allreduce(sizes):
     return {"wire": max(before, wire_rate()), "rows": rows}
 
 
+def collectives(sizes):
+    rows, before = [], wire_rate()
+    world = current(None)
+    for nbytes in sizes:
+        whole = np.ones(nbytes // 4, np.float32)
+        part = np.ones(whole.size // world.size, np.float32)
+        repeats, calls = (10, 4) if nbytes <= 2**20 else (5, 1)
+        functions = {
+            "reducescatter": lambda: world.reducescatter(whole, allred.Max, out=part).wait(),  # noqa: B023
+            "allgather": lambda: world.allgather(part, out=whole).wait(),  # noqa: B023
+        }
+        rows.append({"bytes": nbytes, **alternating(functions, repeats, calls)})
+    return {"wire": max(before, wire_rate()), "rows": rows}
+
+
+def fsdp():
+    """A step of six Linear(2048), 25 M parameters, each sharded by fully_shard; SGD."""
+    import torch
+    from torch import distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    before = wire_rate()
+    dist.init_process_group("allred")
+    groups = {"allred": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
+    inputs = torch.full((4, 2048), 0.1 * (rank + 1))
+    losses = {}
+
+    def step_over(name, group):
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(6)])
+        mesh = DeviceMesh.from_group(group, "cpu")
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def step():
+            optimizer.zero_grad()
+            loss = model(inputs).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses[name] = loss.item()
+
+        return step
+
+    rows = alternating({name: step_over(name, group) for name, group in groups.items()}, 5, 1)
+    assert abs(losses["allred"] / losses["gloo"] - 1) < 1e-4, losses
+    dist.destroy_process_group()
+    return {"wire": max(before, wire_rate()), **rows}
+
+
 def step():
     before = wire_rate()
     params = [np.ones(shape, np.float32) for shape in verify.resnet50()]
@@ -175,6 +231,8 @@ def ps():
 allred.init(banner=False)
 comm, rank = MPI.COMM_WORLD, MPI.COMM_WORLD.Get_rank()
 what, *sizes = sys.argv[1:]
-result = {"allreduce": lambda: allreduce(map(int, sizes)), "step": step, "overlap": overlap, "ps": ps}[what]()
+modes = {"allreduce": allreduce, "collectives": collectives}
+alone = {"fsdp": fsdp, "step": step, "overlap": overlap, "ps": ps}
+result = alone[what]() if what in alone else modes[what]([*map(int, sizes)])
 if allred.is_chief():
     print(json.dumps(result), flush=True)
