@@ -180,7 +180,7 @@ bench: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## measure against raw MPI, und
 
 bench-torch: $(VENV_mpich)/.torch ## measure training steps of torch against DDP over gloo, and hooked optimizers (installs torch)
 	@set -e; for what in torch hooks horovod; do \
-	  OMP_NUM_THREADS=1 $(VENV_mpich)/bin/mpirun -np 2 $(VENV_mpich)/bin/python benchmarks/bench.py $$what $(B); done
+	  OMP_NUM_THREADS=1 ALLRED_TORCH_ARENA=1 $(VENV_mpich)/bin/mpirun -np 2 $(VENV_mpich)/bin/python benchmarks/bench.py $$what $(B); done
 	@set -e; for n in 2 4; do $(VENV_mpich)/bin/mpirun -np $$n $(VENV_mpich)/bin/python benchmarks/bench.py groups $(B); done
 
 bench-overlap bench-checkpoint: bench-%: $(VENV_mpich)/.test ## reductions during a backward pass; save and restore

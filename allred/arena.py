@@ -33,6 +33,7 @@ _source = ""  # where this size comes from
 _refusal = "allred.init() was not called"  # why arrays are not reduced in place; "" if they may be
 _process = 0  # the process that may use it, not a fork
 _learned: set[int] = set()  # sizes that are served
+_holds_torch = False  # whether torch's memory of the sizes that are served is in the arena
 _memory: tuple[mmap.mmap, int] | None = None  # the mapping, and the descriptor of its file
 
 
@@ -161,6 +162,12 @@ def _serve() -> None:
         arena_serve_sizes(sorted(_learned, reverse=True)[:MAX_SIZES])
 
 
+def note_torch() -> None:
+    """Note that torch allocates memory of the learned sizes in the arena (allred/torch/arena_allocator.py)."""
+    global _holds_torch
+    _holds_torch = True
+
+
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
     """Inside of this block the arena does not serve learned sizes in this thread. Arrays of the size of gradients that
@@ -190,11 +197,11 @@ def why_outside(array: NDArray[Any]) -> str:
     owner = array
     while isinstance(owner.base, np.ndarray):
         owner = owner.base
-    if not owner.flags.owndata:
-        return "memory that numpy did not allocate (torch, np.frombuffer, unpickled)"
+    if not (owner.flags.owndata or _holds_torch):
+        return "memory that numpy did not allocate (torch without ALLRED_TORCH_ARENA=1, np.frombuffer, unpickled)"
     if owner.nbytes not in _learned:
         return "part of a larger array" if owner.nbytes > array.nbytes else "of a size that is not served"
-    handler = _handler_of(owner)
+    handler = _handler_of(owner) if owner.flags.owndata else _HANDLERS[0]
     if handler == _DEFAULT:
         return "allocated before the sizes were known, or in another thread"
     if handler not in _HANDLERS:

@@ -122,6 +122,11 @@ class Config:
         expected="auto, 0 or a size of at least 16KiB, such as 4GiB",
         size=2**14,  # in bytes, the smallest one
     )
+    torch_arena: bool = _setting(
+        False,
+        "whether gradients and buckets that torch allocates on the CPU lie in this memory too "
+        "(docs/torch-optimizer.md#gradients-in-place). Needs a C++ compiler on each host",
+    )
     timeout_s: float = _setting(
         1800.0,
         "time limit of a wait in one collective, in seconds; mode `ps`: longest time without a request of a "

@@ -5,6 +5,9 @@ A step is zero_grad, forward, backward and SGD. All variants run in the same pro
     ddp gloo, ddp allred        DDP over torch's backend gloo, the baseline, and over the backend allred
     hooked late, hooked early   allred.distributed(torch_optimizer): gradients are sent in one group at the end of the
                                 backward pass, or in buckets during it; `auto` says which way allred would choose
+    ddp in place, hooked in place   with ALLRED_TORCH_ARENA=1: `ddp allred` with bucket views and `hooked late`, with
+    ... in place                with ALLRED_TORCH_ARENA=1: `ddp allred` and `hooked late` with buckets and gradients in
+                                memory that all ranks map, which the other variants do not use
     local                       the step without communication: the limit
 
 Lines: `mlp`, six Linear with ReLU, at several batch sizes; `resnet`, a ResNet-20 on images of 32 pixels; `grouped`, the
@@ -16,6 +19,7 @@ OMP_NUM_THREADS=1. All variants of a model must have the same parameters after t
 """
 
 import argparse
+import contextlib
 import copy
 import functools
 import gc
@@ -30,6 +34,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import allred
+from allred import arena, world
 from allred.bench import measure, output, verify
 from allred.comm import functions
 from allred.torch.tensors import as_array
@@ -139,12 +144,14 @@ class _Variant(NamedTuple):
     model: nn.Module
     optimizer: Any
     early: bool | None = None  # of a hooked optimizer: whether gradients are sent during the backward pass
+    in_place: bool = False  # whether gradients may lie in the arena
 
     def step(self, data: Data) -> None:
         if self.early is not None:
             set_overlap(self.optimizer, self.early, lambda: self.step(data))
-        self.optimizer.zero_grad()
-        nn.functional.cross_entropy(self.model(data[0]), data[1]).backward()
+        with contextlib.nullcontext() if self.in_place else arena.paused():
+            self.optimizer.zero_grad()
+            nn.functional.cross_entropy(self.model(data[0]), data[1]).backward()
         self.optimizer.step()
 
 
@@ -163,13 +170,17 @@ def _variants(make: Callable[[], nn.Module], gloo: Any) -> Variants:
     """Return the variants of a model, with equal parameters. The hooked ones share a model."""
     torch.manual_seed(0)
     models = [make()]
-    models += [copy.deepcopy(models[0]) for _ in range(3)]
+    models += [copy.deepcopy(models[0]) for _ in range(4)]
     hooked, local, *others = [_Variant(model, torch.optim.SGD(model.parameters(), lr=0.01)) for model in models]
     allred.distributed(hooked.optimizer, name="hooked")
-    found = {}
-    for name, (model, optimizer, _), group in zip(("ddp gloo", "ddp allred"), others, (gloo, None), strict=True):
-        found[name] = _Variant(DistributedDataParallel(model, process_group=group), optimizer)
-    found |= {"hooked late": hooked._replace(early=False), "hooked early": hooked._replace(early=True), "local": local}
+    late = hooked._replace(early=False)
+    found = {"hooked late": late, "hooked early": hooked._replace(early=True), "local": local}
+    with arena.paused():
+        for name, plain, group in zip(("ddp gloo", "ddp allred"), others, (gloo, None), strict=False):
+            found[name] = plain._replace(model=DistributedDataParallel(plain.model, process_group=group))
+    if world.config().torch_arena:
+        found["ddp in place"] = others[2]._replace(model=DistributedDataParallel(others[2].model), in_place=True)
+        found["hooked in place"] = late._replace(in_place=True)
     return found
 
 

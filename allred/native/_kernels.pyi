@@ -75,6 +75,12 @@ def arena_attach() -> bool:
 def arena_pause(on: bool, /) -> None:
     """Serve no sizes in this thread, or serve them again; calls may be nested."""
 
+def arena_serve_torch(on: bool, /) -> None:
+    """Serve torch all sizes from IN_PLACE_BYTES in this thread, or only those set; calls may be nested."""
+
+def arena_functions() -> tuple[int, int, int]:
+    """The addresses of C functions for torch's allocator (allred/torch/arena_allocator.cpp), in its order."""
+
 def arena_call(function: Any, /, *arguments: Any) -> Any:
     """Call the function; the arena serves all arrays that it makes, of any size. The arena must be open."""
 

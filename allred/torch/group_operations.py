@@ -26,6 +26,7 @@ from allred.comm.communicator import Communicator
 from allred.comm.ops import ReduceOp
 from allred.comm.work import Work
 from allred.errors import InputError
+from allred.torch import arena_allocator
 from allred.torch.tensors import as_array, as_raw_array, as_tensor, check_host
 from allred.torch.torch_work import Blocking, StartedOperation
 
@@ -85,6 +86,7 @@ def allreduce(
             (work, _assign(array, convert)) for array in arrays for work, convert in [_start_reduction(comm, array, op)]
         ]
     ops = [_op_for(op, tensor) for tensor in real]
+    arena_allocator.learn(tensors)
     if op == TorchOp.PREMUL_SUM:
         for tensor in real:
             tensor.detach().mul_(_factor(op))
@@ -161,6 +163,7 @@ def reducescatter(
     """Reduce the concatenated inputs; `output` becomes this rank's part. inputs: one for each rank, or one for all."""
     target = as_array(_as_real(output, op))
     arrays = [flat(as_array(_as_real(tensor, op))) for tensor in inputs]
+    arena_allocator.learn(inputs)
     source = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
     sizes = [array.size for array in arrays] if len(arrays) > 1 else [target.size] * comm.size
     if sum(sizes) != source.size or len(sizes) != comm.size or sizes[comm.rank] != target.size:
@@ -278,6 +281,7 @@ Tensors = Sequence[torch.Tensor]
 def allgather(comm: Communicator, outputs: Tensors, tensor: torch.Tensor) -> StartedOperation:
     """Gather the tensors of all ranks on all ranks. outputs: a tensor for each rank, or one for all."""
     targets, source = [as_raw_array(each) for each in outputs], flat(as_raw_array(tensor))
+    arena_allocator.learn([tensor])
     sizes = [target.size for target in targets]
     if len(targets) != 1:
         _check_sizes(comm, [source] * comm.size, targets)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from allred import log
+from allred import arena, log
 from allred.comm.ops import ReduceOp
 from allred.data.loader import claim_samples
 from allred.errors import AllredError, InputError
@@ -29,6 +29,7 @@ from allred.modes.options import StepOptions
 from allred.modes.reducer import Reducer
 from allred.modes.sync import SyncMode
 from allred.ps import context
+from allred.torch import arena_allocator
 from allred.torch.backward_state import BackwardPass, NextStep, ReductionAgreement, decide_overlap
 from allred.torch.module_checkpoints import ModuleCheckpoints
 from allred.torch.optimizer_adapter import OptimizerAdapter, is_trained, layout_of
@@ -105,6 +106,8 @@ class HookedOptimizer(ModuleCheckpoints):
             log.warning(f"{self.name}: save() and checkpoints of a session will fail: {error}")
         self._replaced = replace_methods(optimizer)
         self.add_hooks()
+        arena_allocator.install()
+        arena_allocator.learn(parameter for _, parameter in self._adapter.named_parameters())
         weakref.finalize(self, self._hooks.remove).atexit = False
         _hooked.add(self)
 
@@ -380,7 +383,8 @@ class HookedOptimizer(ModuleCheckpoints):
         """Call the method `step` of torch."""
         mode = self._sync_mode()
         mode.update_interrupted = True  # until the end of the update
-        result = self._adapter.update_parameters(*arguments)
+        with contextlib.nullcontext() if arguments else arena.paused():  # a closure allocates gradients
+            result = self._adapter.update_parameters(*arguments)
         mode.update_interrupted = False
         self._end_step()
         self._updates.known = self._adapter.global_step

@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 
 from allred import world
-from allred.arrays import flat
+from allred.arrays import amount, flat
 from allred.comm import process_set
 from allred.comm.communicator import Communicator
 from allred.comm.work import call_site
 from allred.errors import AllredError, InputError
-from allred.torch import flight_recorder, group_operations, rendezvous, tool_events
+from allred.torch import arena_allocator, flight_recorder, group_operations, rendezvous, tool_events
 from allred.torch.group_operations import device_of, with_options
 from allred.torch.optimizer_hooks import uncompiled
 from allred.torch.tensors import as_raw_array
@@ -54,6 +54,7 @@ def create(options: Any) -> "ProcessGroupAllred":
         communicator = world.current().communicator
     else:
         communicator = process_set.dedicated(ranks, f"torch's process group {options.group_id}")
+    arena_allocator.install()
     timeout = options.timeout if options.timeout != dist.constants.default_pg_timeout else None
     return ProcessGroupAllred(communicator, options.store, timeout)
 
@@ -428,6 +429,17 @@ class ProcessGroupAllred(dist.ProcessGroup):
         if name != "cpu":
             _check_device(name)
         return self
+
+    def summary(self) -> str:
+        """Return how many bytes this rank has contributed to allreduces, and what passed without a copy
+        (docs/torch-optimizer.md#gradients-in-place)."""
+        comm = self.communicator
+        read = getattr(comm.backend.engine, "read_in_place", 0)
+        share = 100 * comm.in_place_bytes / (comm.sent_bytes or 1)
+        return (
+            f"allreduce: {amount(comm.sent_bytes)}, {share:.0f} % reduced in place; "
+            f"other collectives: {amount(read)} read in place"
+        )
 
     supports_splitting = supports_coalescing = supports_time_estimate = False
 

@@ -13,6 +13,7 @@
 
 #include "arena.h"
 #include "binding.h"
+#include "segment.h"
 
 /* As PyDataMem_Handler in numpy's ndarraytypes.h. */
 typedef struct {
@@ -51,12 +52,20 @@ static int is_in_table(size_t size) {
   }
 }
 
-static _Thread_local int paused;
+static _Thread_local int paused, serves_torch;
+
+static int is_learned(size_t size) {
+  return size >= atomic_load_explicit(&smallest, memory_order_relaxed) && is_in_table(size);
+}
 
 static void *serve(const void *ctx, size_t size, int zeroed) {
-  if (!ctx && paused) return NULL;
-  if (!ctx && (size < atomic_load_explicit(&smallest, memory_order_relaxed) || !is_in_table(size))) return NULL;
-  return allred_arena_allocate(size, zeroed);
+  return ctx || (!paused && is_learned(size)) ? allred_arena_allocate(size, zeroed) : NULL;
+}
+
+/* The same for torch's allocator (allred/torch/arena_allocator.cpp). */
+static void *serve_torch(size_t size) {
+  const int serves = serves_torch ? size >= ALLRED_IN_PLACE_BYTES : is_learned(size);
+  return serves && !paused ? allred_arena_allocate(size, 0) : NULL;
 }
 
 /* ---- The handlers; ctx is NULL for that of a context */
@@ -160,6 +169,16 @@ PyObject *allred_python_arena_serve_sizes(PyObject *module, PyObject *sizes) {
 PyObject *allred_python_arena_pause(PyObject *module, PyObject *on) {
   paused += on == Py_True ? 1 : -1;
   Py_RETURN_NONE;
+}
+
+PyObject *allred_python_arena_serve_torch(PyObject *module, PyObject *on) {
+  serves_torch += on == Py_True ? 1 : -1;
+  Py_RETURN_NONE;
+}
+
+PyObject *allred_python_arena_functions(PyObject *module, PyObject *unused) {
+  return Py_BuildValue("nnn", (Py_ssize_t)serve_torch, (Py_ssize_t)allred_arena_contains,
+                       (Py_ssize_t)allred_arena_free);
 }
 
 PyObject *allred_python_arena_attach(PyObject *module, PyObject *unused) {

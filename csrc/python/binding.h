@@ -53,6 +53,8 @@ PyObject *allred_python_mailbox_bytes(PyObject *module, PyObject *args);
 PyObject *allred_python_arena_open(PyObject *module, PyObject *args);
 PyObject *allred_python_arena_serve_sizes(PyObject *module, PyObject *sizes);
 PyObject *allred_python_arena_pause(PyObject *module, PyObject *on);
+PyObject *allred_python_arena_serve_torch(PyObject *module, PyObject *on);
+PyObject *allred_python_arena_functions(PyObject *module, PyObject *unused);
 PyObject *allred_python_arena_attach(PyObject *module, PyObject *unused);
 PyObject *allred_python_arena_call(PyObject *module, PyObject *args);
 PyObject *allred_python_arena_freeze(PyObject *module, PyObject *unused);

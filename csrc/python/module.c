@@ -328,6 +328,8 @@ static PyMethodDef methods[] = {
     METHOD("arena_serve_sizes", allred_python_arena_serve_sizes, METH_O, "Set the sizes that the arena serves."),
     METHOD("arena_attach", allred_python_arena_attach, METH_NOARGS, "Set the handler of this context."),
     METHOD("arena_pause", allred_python_arena_pause, METH_O, "Serve no sizes in this thread, or serve them again."),
+    METHOD("arena_serve_torch", allred_python_arena_serve_torch, METH_O, "Serve torch all sizes in this thread."),
+    METHOD("arena_functions", allred_python_arena_functions, METH_NOARGS, "Return addresses for torch's allocator."),
     METHOD("arena_call", allred_python_arena_call, METH_VARARGS, "Call a function whose arrays the arena serves."),
     METHOD("arena_freeze", allred_python_arena_freeze, METH_NOARGS, "Never again serve or reuse a block."),
     METHOD("arena_usage", allred_python_arena_usage, METH_NOARGS, "Return the numbers of allred_arena_usage."),

@@ -11,13 +11,13 @@ pytest.importorskip("torch")
 
 BENCH = pathlib.Path(__file__).parents[2] / "benchmarks/bench.py"
 SIZES = "--batches 1,2 --width 16 --seconds 0 --json"
-VARIANTS = {"ddp gloo", "ddp allred", "hooked late", "hooked early", "local"}
+VARIANTS = {"ddp gloo", "ddp allred", "ddp in place", "hooked late", "hooked early", "hooked in place", "local"}
 
 
 @pytest.mark.limit(300)
 def test_the_lines():
     arguments = ["-m", "allred", "bench", "torch", "--against", "ddp", "--tensors", "tiny", *SIZES.split()]
-    result = testing.mpirun(2, *arguments, env={"OMP_NUM_THREADS": "1"}, timeout_s=280)
+    result = testing.mpirun(2, *arguments, env={"OMP_NUM_THREADS": "1", "ALLRED_TORCH_ARENA": "1"}, timeout_s=280)
     assert result.code == 0, result.text
     lines = [json.loads(line) for line in result.out.splitlines()]
     assert [(line["set"], line.get("batch")) for line in lines] == [
