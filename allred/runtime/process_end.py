@@ -1,4 +1,4 @@
-"""Functions that run at the end of this process.
+"""Functions that run at the end of this process, or at a failure of the job.
 
 atexit runs them, except in a child of multiprocessing that was forked, by start method fork or forkserver: such a child
 leaves by os._exit. There multiprocessing calls them as finalizers, when the target of the child has returned or raised.
@@ -10,10 +10,13 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from allred.runtime.stderr import rank_warning
+
 # After the finalizers of the program and of multiprocessing, such as one that sends the last objects of a queue.
 _PRIORITY = -1000
 _FORKING = ("multiprocessing.popen_fork", "multiprocessing.forkserver")
 
+_for_failure: list[Callable[[], None]] = []
 _finalizers: dict[Callable[..., object], Any] = {}  # by function
 
 
@@ -35,6 +38,21 @@ def register(function: Callable[..., object], *arguments: Any) -> None:
         _finalizers[function] = Finalize(None, function, arguments, exitpriority=_PRIORITY)
     else:
         atexit.register(function, *arguments)
+
+
+def register_for_failure(function: Callable[[], None]) -> None:
+    """Call the function when the job fails, or when a wait of this rank has reached the time limit, before the rank
+    raises the error: in the main thread or the thread that waits, possibly inside of a signal handler."""
+    _for_failure.append(function)
+
+
+def call_for_failure() -> None:
+    """Call the functions of `register_for_failure`. An error of one is printed."""
+    for function in _for_failure:
+        try:
+            function()
+        except Exception as error:
+            rank_warning(f"{error}")
 
 
 def unregister(function: Callable[..., object]) -> None:

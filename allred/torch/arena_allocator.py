@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from allred import arena, log, native, world
+from allred.torch.optimizer_hooks import uncompiled
 
 _COMPILE_S = 300  # limit of a compilation, in seconds
 _STANDARDS = ("c++17", "c++20")  # of torch's headers: 2.5 to 2.13 need the first one
@@ -79,7 +80,7 @@ def _in_arena(method: Callable[..., Any]) -> Any:
         finally:
             native.arena_serve_torch(False)
 
-    return torch._disable_dynamo(call)
+    return uncompiled(call)
 
 
 def _install() -> str:

@@ -23,9 +23,9 @@ from allred import world
 from allred.comm.communicator import Communicator
 from allred.comm.work import Work
 from allred.errors import ConfigError, InputError
+from allred.runtime import process_end
 from allred.runtime.stderr import rank_warning
 from allred.torch.torch_work import StartedOperation
-from allred.watch import on_failure
 
 _SIZE = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"  # the first that is set; torch has renamed them
 _PREFIX = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
@@ -267,7 +267,7 @@ def group_record(communicator: Communicator, timeout_s: float | None) -> GroupRe
     global _recorder, _groups
     if _recorder is None and (size := _size()):
         _recorder = FlightRecorder(size, world.current().topology.rank)
-        on_failure.register(_write_after_failure)
+        process_end.register_for_failure(_write_after_failure)
     if _recorder is None:
         return None
     limit_s = world.config().timeout_s if timeout_s is None else timeout_s

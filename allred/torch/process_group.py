@@ -346,7 +346,7 @@ class ProcessGroupAllred(dist.ProcessGroup):
     def _end(self, number: int) -> None:
         """Do not keep a Work any more, unless torch may still wait for it."""
         work = self._unfinished.pop(number, None)
-        if work is not None and (_KEEPS_ALL or not work.was_waited_for):
+        if work is not None and not work.parts and (_KEEPS_ALL or not work.was_waited_for):
             work.release_outputs()
             self._finished.append(work)
 

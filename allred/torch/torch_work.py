@@ -2,8 +2,7 @@
 
 Operations make progress inside calls: a wait, the start of an operation, is_completed(). In a backward pass, operations
 with a future are completed at its end, before the callbacks that DistributedDataParallel registers there. C++ code of
-torch waits for a future without a call of its Python methods, so a thread completes futures that are left: see
-`_FutureThread`.
+torch waits for a future without a call of its Python methods: then a thread completes it, `_FutureThread`.
 """
 
 import collections
@@ -17,7 +16,7 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -187,6 +186,7 @@ class TorchWork(_distributed_c10d.Work):
             else:
                 if torch._C._current_autograd_node() is not None:
                     torch.autograd.Variable._execution_engine.queue_callback(self.wait)
+                    self._on_end()  # the callback keeps this object; a backward pass that fails releases it
                 _future_thread.add(self)
         return future
 
@@ -250,27 +250,33 @@ class TorchWork(_distributed_c10d.Work):
 
 
 class _FutureThread:
-    """Completes works whose futures torch's C++ code may wait for, because such a wait does not call Python. It looks
-    at them in intervals: mostly the program completes them sooner, by a wait or at the end of a backward pass."""
+    """Completes works while the thread that has taken their futures sleeps. It may wait for a future in C++, and such a
+    wait does not call Python. Else that thread completes them, by a wait or at the end of a backward pass, because
+    callbacks may start operations, whose order must be the same on all ranks."""
 
     def __init__(self) -> None:
-        self._new: collections.deque[weakref.ref[TorchWork]] = collections.deque()  # a group keeps them until they end
+        self._new: collections.deque[_Taken] = collections.deque()
         self._thread: threading.Thread | None = None
         self._stops = threading.Event()
 
     def add(self, work: TorchWork) -> None:
-        self._new.append(weakref.ref(work))
+        self._new.append((weakref.ref(work), threading.get_native_id(), threading.get_ident()))
         if self._thread is None:
             exit_callbacks.register(self._stop, any_thread=True)
             self._thread = threading.Thread(target=self._run, name="allred-futures", daemon=True)
             self._thread.start()
 
     def _run(self) -> None:
-        left: list[weakref.ref[TorchWork]] = []
+        left: list[_Taken] = []
+        states: dict[int, str] = {}
         while not self._stops.wait(FUTURES_INTERVAL_S):
             while self._new:
                 left.append(self._new.popleft())
-            left = [each for each in left if (work := each()) is not None and not work.complete_in_thread()]
+            before, states = states, {thread: _thread_state(thread) for thread in {thread for _, thread, _ in left}}
+            asleep = {
+                thread for thread, state in states.items() if "(sleeping)" in state and before.get(thread) == state
+            }
+            left = [each for each in left if not _complete(*each, asleep)]
 
     def _stop(self, _: BaseException | None) -> None:
         thread, stops = self._thread, self._stops
@@ -278,6 +284,29 @@ class _FutureThread:
         stops.set()
         if thread is not None and thread is not threading.current_thread():
             thread.join(FUTURES_INTERVAL_S)
+
+
+_Taken = tuple[weakref.ref[TorchWork], int, int]  # the native identifier and ident of the thread that took its future
+
+
+def _complete(reference: weakref.ref[TorchWork], thread: int, ident: int, asleep: Collection[int]) -> bool:
+    """Complete the work if its thread is asleep, but not in allred. Return whether nothing is left to do."""
+    work = reference()  # a group keeps it until it is complete
+    if work is None or not work.parts:
+        return True
+    frame = sys._current_frames().get(ident) if thread in asleep else None
+    is_in_allred = frame is not None and frame.f_globals.get("__name__", "").startswith("allred.")
+    return thread in asleep and not is_in_allred and work.complete_in_thread()
+
+
+def _thread_state(thread: int) -> str:
+    """Return the state of a thread of this process and how often it has left its core. If these are the same after an
+    interval, it was asleep all the time."""
+    try:
+        with open(f"/proc/self/task/{thread}/status") as file:
+            return "".join(line for line in file if line.startswith("State") or "ctxt_switches" in line)
+    except OSError:
+        return "(sleeping)"  # it has ended
 
 
 _future_thread = _FutureThread()

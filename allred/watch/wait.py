@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from allred import world
 from allred.errors import CollectiveTimeout
+from allred.runtime import process_end
 from allred.runtime.timings import REPORT_WAIT_S, WORDS_CHARS
-from allred.watch import on_failure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Wait:
                 return watcher.error()
         if self._awaited.trains and not has_watcher():
             return limit_s
-        on_failure.call()
+        process_end.call_for_failure()
         return CollectiveTimeout(
             f"{self._what}: not complete after {limit_s:g} s; a rank is late, stopped or gone, or does not call this "
             "operation. If such a wait is intended, increase ALLRED_TIMEOUT_S, or wait inside allred.patience(seconds)"

@@ -25,9 +25,9 @@ from typing import Any
 
 from allred import native
 from allred.errors import AllredError, CollectiveTimeout, RemoteRankError
-from allred.runtime import timings
+from allred.runtime import process_end, timings
 from allred.runtime.stderr import rank_warning
-from allred.watch import on_failure, runner_link
+from allred.watch import runner_link
 
 _F_SETOWN_EX, _F_OWNER_TID = 15, 0  # of Linux; the module fcntl lacks them
 
@@ -195,7 +195,7 @@ class WatcherClient:
                 self.dropped = CollectiveTimeout(f"this rank {message['how']}; the others continue without it")
         elif message["kind"] == "verdict" and self.verdict is None:
             self.verdict = Verdict(**{field.name: message[field.name] for field in dataclasses.fields(Verdict)})
-            on_failure.call()
+            process_end.call_for_failure()
 
     def is_alive(self) -> bool:
         return self._socket.fileno() >= 0 and os.getpid() == self._pid

@@ -594,9 +594,8 @@ def released(rank, size):
         assert_fails(work.wait, "on rank 0")
 
     for start in (lambda tensor: dist.all_reduce(tensor, async_op=True).wait(), dist.all_reduce, failing, rejected):
-        reference, until = reduced(start), time.perf_counter() + 20
-        while reference() is not None and time.perf_counter() < until:  # a thread completes works with a future
-            gc.collect()
+        reference = reduced(start)
+        gc.collect()
         assert reference() is None
     dropped = torch.ones(3)
     dist.all_reduce(dropped, async_op=True)

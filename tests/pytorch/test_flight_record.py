@@ -76,7 +76,7 @@ def recorder(monkeypatch):
     monkeypatch.setattr(
         flight_recorder.world, "current", lambda: types.SimpleNamespace(topology=types.SimpleNamespace(rank=1))
     )
-    monkeypatch.setattr(flight_recorder.on_failure, "_functions", [])
+    monkeypatch.setattr(flight_recorder.process_end, "_for_failure", [])
     for name in (*flight_recorder._SIZE, *flight_recorder._PREFIX):
         monkeypatch.delenv(name, raising=False)
 
@@ -129,5 +129,5 @@ def test_a_file_that_cannot_be_written_is_one_line(recorder, tmp_path, capfd):
     (tmp_path / "file").write_text("")
     recorder(TORCH_FR_DUMP_TEMP_FILE=f"{tmp_path}/file/rank_")
     with contextlib.suppress(ValueError):
-        flight_recorder.on_failure.call()
+        flight_recorder.process_end.call_for_failure()
     assert re.fullmatch(r"allred: cannot write the flight record of rank 1: .*file.*\n", capfd.readouterr().err)
