@@ -187,7 +187,9 @@ def _leave(finalizes: bool) -> None:
         if is_forked_child and not status:
             _flush()
             native.end_rank(0)
-    elif not (is_forked_child and status):
+    if is_forked_child and status:
+        _print(f"ends: {words}" if code else f"left with exit code {status}")
+    elif not (_arm is not None and _is_left_to_c):
         _leave_without_c(finalizes or is_forked_child, status, duty, code, words)
 
 
@@ -237,9 +239,7 @@ def _who() -> str:
 def _end_job(what: str, status: int) -> None:
     if _mpi is None and not _waits_before_mpi():
         return
-    _flush()
-    with contextlib.suppress(OSError):
-        os.write(2, f"allred: {_who()} {what}\n".encode())
+    _print(what)
     if _lifeline >= 0:
         os._exit(status or 1)
     time.sleep(DRAIN_S)
@@ -247,6 +247,13 @@ def _end_job(what: str, status: int) -> None:
         _mpi.COMM_WORLD.Abort(status or 1)
     elif _pmi is not None:
         os.write(_pmi[0], b"cmd=abort exitcode=%d\n" % status)  # PMI-1, which mpirun speaks on this socket
+
+
+def _print(what: str) -> None:
+    """Print a line about the end of this rank."""
+    _flush()
+    with contextlib.suppress(OSError):
+        os.write(2, f"allred: {_who()} {what}\n".encode())
 
 
 def _flush() -> None:
