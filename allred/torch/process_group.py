@@ -437,7 +437,7 @@ class ProcessGroupAllred(dist.ProcessGroup):
         read = getattr(comm.backend.engine, "read_in_place", 0)
         share = 100 * comm.in_place_bytes / (comm.sent_bytes or 1)
         return (
-            f"allreduce: {amount(comm.sent_bytes)}, {share:.0f} % reduced in place; "
+            f"allreduce: {amount(comm.sent_bytes)}, {share:.0f} % reduced in place\n"
             f"other collectives: {amount(read)} read in place"
         )
 
