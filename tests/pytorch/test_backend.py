@@ -46,6 +46,9 @@ def cases_of(program):
         pytest.param("ddp_program.py", 3, "3", marks=pytest.mark.full),
         pytest.param("fsdp_program.py", 2, "2", marks=pytest.mark.full),
         pytest.param("fsdp_program.py", 3, "3", marks=pytest.mark.full),
+        pytest.param("sharding_program.py", 2, "2", marks=pytest.mark.full),
+        pytest.param("sharding_program.py", 3, "3", marks=pytest.mark.full),
+        pytest.param("sharding_program.py", 4, "4", marks=pytest.mark.full),
     ],
 )
 def test_cases(program, ranks, nodes):
