@@ -132,13 +132,15 @@ def summoned(model):
 
 def fsdp_1_options(rank, size):
     results = []
-    mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16)
+    mixed = [
+        MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16),
+        MixedPrecision(reduce_dtype=torch.float16, keep_low_precision_grads=True),
+    ]
     for options in (
         {"forward_prefetch": True, "limit_all_gathers": False},
         {"use_orig_params": False},
-        {"mixed_precision": mixed},
-        {"mixed_precision": MixedPrecision(reduce_dtype=torch.float16, keep_low_precision_grads=True)},
         {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+        *({"mixed_precision": one} for one in mixed if size == 2),  # gloo rounds after each rank
     ):
         model = fsdp_1(**options)
         results += [*train(model, adam(model), rank), model.clip_grad_norm_(1.0), *summoned(model)]
@@ -219,11 +221,14 @@ def fsdp_1_hybrid(rank, size):
 
 def fsdp_2_options(rank, size):
     results = []
+    mixed = [
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        MixedPrecisionPolicy(reduce_dtype=torch.float16),
+    ]
     for options in (
         {"reshard_after_forward": False},
-        {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
-        {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
-        {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)},
+        *({"mp_policy": one} for one in mixed if size == 2),  # gloo rounds after each rank
         {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
         {"mesh": two_dimensions(size, "replicate", "shard")},
     ):
