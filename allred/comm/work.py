@@ -166,6 +166,11 @@ class Work(Generic[T]):
         return self._finished
 
     @property
+    def error(self) -> Exception | None:
+        """The error that `wait` raises, if it is known to have failed. A wait also lets later operations start."""
+        return self._error
+
+    @property
     def limit_s(self) -> float:
         """The time limit of `wait()` without argument, in seconds."""
         return self._queue.timeout_s

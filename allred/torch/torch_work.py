@@ -58,6 +58,7 @@ class Blocking:
     """An operation that starts in `wait`: to start it and to wait in one call is faster."""
 
     place, limit_s = "", math.inf
+    error: Exception | None = None
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self._call = call
@@ -114,6 +115,7 @@ class TorchWork(_distributed_c10d.Work):
         self.parts, self._outputs, self._timeout_s, self._on_end = list(parts), list(outputs), timeout_s, on_end
         self._started = time.perf_counter()
         self._error: BaseException | None = None
+        self._failed: Work[Any] | Blocking | None = None  # the operation that has raised it in no wait yet
         self._future: TorchFuture | None = None
         self._released: list[weakref.ref[torch.Tensor]] = []  # the outputs, after `release_outputs`
         self.source = -1  # of a received message: the sender's index in the group
@@ -124,6 +126,10 @@ class TorchWork(_distributed_c10d.Work):
         """Wait until the operations are complete. Raises their error."""
         self.was_waited_for = True
         with self._lock:
+            if (failed := self._failed) is not None:
+                self._failed = None
+                with contextlib.suppress(Exception):  # the same error
+                    failed.wait(None)
             if self._error is not None:
                 raise self._error.with_traceback(None)
             self._complete(timeout.total_seconds() or self._timeout_s)
@@ -152,14 +158,18 @@ class TorchWork(_distributed_c10d.Work):
                     finish(result)
                 del self.parts[0]
         except BaseException as error:
-            as_torch_error(error)
-            self._error = error
-            self.parts, self._outputs = [], []  # the error's frames refer to this object, and would keep the tensors
+            self._fail(error)
             raise
-        finally:
-            if not self.parts:
-                self._set_future()
-                self._on_end()
+        if not self.parts:
+            self._set_future()
+            self._on_end()
+
+    def _fail(self, error: BaseException) -> None:
+        as_torch_error(error)
+        self._error = error
+        self.parts, self._outputs = [], []  # the error's frames refer to this object, and would keep the tensors
+        self._set_future()
+        self._on_end()
 
     def take_operations(self) -> list[StartedOperation]:
         """Return the operations that are not complete, which another Work takes over."""
@@ -210,7 +220,10 @@ class TorchWork(_distributed_c10d.Work):
         with self._lock:
             if self.parts and self._all_done():
                 with contextlib.suppress(Exception):
-                    self._complete(self._timeout_s)
+                    self._complete(self._timeout_s, lambda work: work.error is None)
+                if self.parts and (error := self.parts[0][0].error) is not None:
+                    self._failed = self.parts[0][0]
+                    self._fail(error)
         return not self.parts
 
     def _is_late(self) -> bool:

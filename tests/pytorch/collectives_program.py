@@ -687,6 +687,7 @@ def errors(rank, size):
     assert_fails(lambda: dist.broadcast(wrong, 0), "rank 1: expected a dense tensor, got a sparse_coo one", InputError)
     sizes_that_do_not_fit(rank, size)
     different_methods(rank, size)
+    handles_that_nobody_waits_for(rank, size)
     sizes_that_differ(rank, size)
     one_of_several(rank, size)
     assert_fails(
@@ -738,6 +739,23 @@ def different_methods(rank, size):
         ("band", "bor", "'allreduce, BAND' .* 'allreduce, BOR'"),
     ):
         assert_fails(methods[one if rank == 0 else other], words, MismatchError)
+
+
+def handles_that_nobody_waits_for(rank, size):
+    """Regression: the next wait waited for the next operation of a rank that had raised the error already."""
+    for count in (1, 2, 30):
+        for kept in (False, True):
+            works = []
+            if rank == 0:
+                for _ in range(count):
+                    works.append(dist.all_reduce(torch.ones(3), async_op=True))
+                    works = works if kept else []
+                    time.sleep(0.01)  # the operation can find the mismatch
+            assert_fails(dist.barrier, "barrier", MismatchError)
+            for work in works:
+                assert_fails(work.wait, "barrier", MismatchError)
+            dist.all_reduce(tensor := torch.ones(1))
+            assert tensor.item() == size
 
 
 def sizes_that_differ(rank, size):

@@ -59,6 +59,7 @@ class Server:
     def __exit__(self, *_):
         self.process.stdin.close()
         self.process.wait()
+        self.process.stdout.close()
         self.directory.cleanup()
 
     def run(self, backend, ranks, test, chosen_as="gloo"):
