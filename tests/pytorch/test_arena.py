@@ -59,6 +59,7 @@ def test_the_same_results_in_place(ranks):
     check_in_place(*found, ranks)
 
 
+@pytest.mark.full
 @pytest.mark.limit(2 * LIMIT_S + 10)
 def test_an_arena_that_is_too_small():
     settings = ON | {"ALLRED_ARENA": "200KiB"}
