@@ -357,10 +357,10 @@ def _set_work_of_forward_pass(reducer: Any, work: Any, use_static_world_size: bo
     """`join` of DistributedDataParallel without static world size reads the result of a Work in C++, which a Python
     class cannot give: give it a Work of a future."""
     if isinstance(work, TorchWork) and not use_static_world_size:
-        work = _distributed_c10d._create_work_from_future(work.get_future())  # type: ignore[attr-defined]
+        work = _c10d._create_work_from_future(work.get_future())
     _torch_set_work(reducer, work, use_static_world_size)
 
 
-_reducer: Any = _distributed_c10d.Reducer
-_torch_set_work = _reducer._set_forward_pass_work_handle
-_reducer._set_forward_pass_work_handle = _set_work_of_forward_pass
+_c10d: Any = _distributed_c10d
+_torch_set_work = _c10d.Reducer._set_forward_pass_work_handle
+_c10d.Reducer._set_forward_pass_work_handle = _set_work_of_forward_pass
