@@ -30,7 +30,7 @@ def test_summary_names_the_reasons(rank, size):
     if arena.refusal():
         assert found == [f"not in place: {arena.refusal()}"]
         return
-    not_numpy = "memory that numpy did not allocate (torch, np.frombuffer, unpickled)"
+    not_numpy = "memory that numpy did not allocate (torch without ALLRED_TORCH_ARENA=1, np.frombuffer, unpickled)"
     expected = ["1 tensor, 40 B: smaller than 16384 bytes"]
     if rank == last:
         expected += [f"2 tensors, 240.09 kB: {not_numpy}"]
