@@ -29,7 +29,7 @@ class InputError(AllredError, ValueError):
 class MismatchError(AllredError, ValueError):
     """Ranks called different operations, or one operation with different tensors. The text is the same on all ranks."""
 
-    operations_differ = False  # not of one kind and name, so that the ranks are at different places of the program
+    operations_differ = False  # whether the ranks called operations of different kinds or names
 
 
 class DriftError(MismatchError):

@@ -146,8 +146,8 @@ static part stream_part(const allred_operation *op, uint64_t number, int host) {
   return (part){ends[0], ends[1] - ends[0]};
 }
 
-/* Return how many windows the streams need: a block begins at most so many bytes behind its share of the window, and
- * may be one line longer than its share. */
+/* Return how many windows the streams need. `room` leaves out the alignment: at most two lines for each host, and one
+ * for the end of the last block. */
 static uint64_t window_count(const allred_network *network) {
   const uint64_t all = network->host_starts[network->hosts];
   const size_t room = network->window_bytes - (2 * (size_t)network->hosts + 1) * ALLRED_LINE;

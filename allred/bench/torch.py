@@ -5,8 +5,8 @@ A step is zero_grad, forward, backward and SGD. All variants run in the same pro
     ddp gloo, ddp allred        DDP over torch's backend gloo, the baseline, and over the backend allred
     hooked late, hooked early   allred.distributed(torch_optimizer): gradients are sent in one group at the end of the
                                 backward pass, or in buckets during it; `auto` says which way allred would choose
-    ddp in place, hooked in place   with ALLRED_TORCH_ARENA=1: `ddp allred` with bucket views and `hooked late`, with
-    ... in place                with ALLRED_TORCH_ARENA=1: `ddp allred` and `hooked late` with buckets and gradients in
+    ddp in place, hooked in place
+                                with ALLRED_TORCH_ARENA=1: `ddp allred` and `hooked late` with buckets and gradients in
                                 memory that all ranks map, which the other variants do not use
     local                       the step without communication: the limit
 

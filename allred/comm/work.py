@@ -271,7 +271,7 @@ class WorkQueue:
         self.waited_s = 0.0  # total, including waits for peers
         self.poisoned = ""
         self._errors, self._last_error = 0, ""  # that operations have raised
-        self._not_raised: MismatchError | None = None  # see `withdraw_later`
+        self._not_raised: MismatchError | None = None  # by a wait of the program; operations that start fail with it
         self.idle = True
         self.quiet = False  # whether long waits are intended: no warnings
         self.awaited: Awaited | None = None  # the ranks that it waits for, if known
@@ -331,9 +331,9 @@ class WorkQueue:
         self.idle = not (self._works or self.poisoned or self._not_raised is not None)
 
     def withdraw_later(self, work: Work[Any], error: MismatchError) -> None:
-        """After the ranks called different operations: let all operations that this rank has started after `work`, and
-        those that it starts before a wait has raised the error, fail with it too. Else an operation would wait for a
-        rank that has raised the error in its place, if no wait of this rank is for `work`."""
+        """Fail all operations that were started after `work`, which the ranks called differently, and new ones until a
+        wait has raised the error. Otherwise a wait for a later operation could wait for a rank that has raised the
+        error already and goes on."""
         self._not_raised = error
         for later in itertools.islice(itertools.dropwhile(lambda other: other is not work, self._works), 1, None):
             later.withdraw(error)
@@ -351,7 +351,7 @@ class WorkQueue:
                 self._progress(self._works[-1])
 
     def run_in_thread(self, work: Work[Any], limit_s: float, started: float) -> None:
-        """As `_run_for_others`, for `Work.run_in_thread`."""
+        """Run the queue up to `work` unless another thread does; wait only after the time limit or a failure."""
         self._check_usable()
         with self._exclusive_for_others() as runs:
             if runs and not self.poisoned and not self._progress(work):

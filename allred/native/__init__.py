@@ -48,7 +48,7 @@ variants: tuple[str, ...] = _kernels.variants() if available else ()
 
 # None if the extension was not built.
 arm_exit: Callable[..., bool] | None = getattr(_kernels, "arm_exit", None)  # see csrc/python/exit.h
-end_rank: Callable[[int], None] = getattr(_kernels, "end_rank", lambda status: None)
+run_exit_handler: Callable[[int], None] = getattr(_kernels, "run_exit_handler", lambda status: None)
 alarm: Callable[[float, float, str, str, int], bool] | None = getattr(_kernels, "alarm", None)  # see csrc/alarm.h
 cancel_alarm: Callable[[], None] | None = getattr(_kernels, "cancel_alarm", None)
 report_mpi_call: Callable[[int, int], bool] = getattr(_kernels, "report_mpi_call", lambda number, fd: False)

@@ -56,8 +56,8 @@ def arm_exit(
     """Set what this process does at exit (csrc/python/exit.h). mpi: the addresses of MPI_Finalized, MPI_Finalize and
     MPI_Abort, and the handle of the communicator to abort. False if libc has no on_exit()."""
 
-def end_rank(status: int, /) -> None:
-    """Do now what this process does at exit with this status (csrc/python/exit.h). It may end here."""
+def run_exit_handler(status: int, /) -> None:
+    """Run now what arm_exit has set, with this exit status, and disarm it. The process may end here."""
 
 def report_mpi_call(number: int, fd: int, /) -> bool:
     """Before the handler of signal `number` runs, write a line such as "MPI Send" to `fd` if the thread is in MPI."""
@@ -76,7 +76,8 @@ def arena_pause(on: bool, /) -> None:
     """Serve no sizes in this thread, or serve them again; calls may be nested."""
 
 def arena_serve_torch(on: bool, /) -> None:
-    """Serve torch all sizes from IN_PLACE_BYTES in this thread, or only those set; calls may be nested."""
+    """On: in this thread, the arena serves torch all sizes from IN_PLACE_BYTES. Off: only learned sizes. Calls may be
+    nested."""
 
 def arena_functions() -> tuple[int, int, int]:
     """The addresses of C functions for torch's allocator (allred/torch/arena_allocator.cpp), in its order."""

@@ -20,8 +20,9 @@ _for_failure: list[Callable[[], None]] = []
 _finalizers: dict[Callable[..., object], Any] = {}  # by function
 
 
-def leaves_by_os_exit() -> bool:
-    """Return whether this process is a child of multiprocessing that was forked: its stack begins in these modules."""
+def is_forked_child() -> bool:
+    """Return whether this process is a forked child of multiprocessing, which leaves by os._exit: its stack begins in
+    these modules."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         if frame.f_globals.get("__name__") in _FORKING:
@@ -32,7 +33,7 @@ def leaves_by_os_exit() -> bool:
 
 def register(function: Callable[..., object], *arguments: Any) -> None:
     """Call function(*arguments) at the end of this process, the last registered function first."""
-    if leaves_by_os_exit():
+    if is_forked_child():
         from multiprocessing.util import Finalize
 
         _finalizers[function] = Finalize(None, function, arguments, exitpriority=_PRIORITY)

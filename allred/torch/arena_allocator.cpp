@@ -1,8 +1,8 @@
 // torch's allocator of CPU memory, on the arena of this process (csrc/arena.h). allred/torch/arena_allocator.py compiles
 // this file against the headers of the torch that is installed, and passes the functions of the arena.
 //
-// Memory that the arena does not serve is from the allocator that was set before. Each block has a deleter of its own
-// allocator, so blocks of both live side by side, also of tensors made before. The allocator is never destroyed.
+// Blocks that the arena does not serve come from the allocator that was set before. free_block frees blocks of both.
+// Tensors made before keep their deleter. The new allocator is never destroyed.
 #include <c10/core/CPUAllocator.h>
 
 namespace {

@@ -1,7 +1,7 @@
 """torch's CPU tensors in the arena of this process (allred/arena.py), so that their ranks reduce them in place.
 
 With the setting `torch_arena`, `install` compiles an allocator (arena_allocator.cpp) against the torch that is
-installed, in a second, and sets it for the rest of the process. It allocates in the arena
+installed, in about a second, and sets it for the rest of the process. It allocates in the arena
 
     the sizes of gradients   known from the parameters of a hooked optimizer, and from the collectives of a process
                              group, such as those of FSDP (`learn`)
@@ -48,7 +48,7 @@ def install() -> None:
         _tried = True
         problem = _install()
     if problem:
-        log.warning(f"ALLRED_TORCH_ARENA=1: {problem}; gradients are not reduced in place")
+        log.rank_warning(f"ALLRED_TORCH_ARENA=1: {problem}; gradients are not reduced in place")
         return
     _is_installed = True
     arena.note_torch()
@@ -70,7 +70,7 @@ def _has_host_memory(tensor: torch.Tensor) -> bool:
 
 
 def _in_arena(method: Callable[..., Any]) -> Any:
-    """Return a method; torch's memory that it allocates is in the arena."""
+    """Wrap a method: while it runs, the arena serves torch all sizes from 16 KiB."""
 
     @functools.wraps(method)
     def call(*arguments: Any, **named: Any) -> Any:
@@ -94,7 +94,11 @@ def _install() -> str:
         except (OSError, subprocess.SubprocessError) as error:
             return f"torch's allocator cannot be made: {error}"
     functions = map(ctypes.c_void_p, native.arena_functions())
-    return "the program has set an allocator of torch" if library.allred_set_torch_allocator(*functions) else ""
+    return (
+        "the CPU allocator that the program has set in torch has no raw_deleter()"
+        if library.allred_set_torch_allocator(*functions)
+        else ""
+    )
 
 
 def _compile(path: Path) -> str:

@@ -59,8 +59,9 @@ _Tensors = list[tuple[Sequence[int], torch.dtype]]  # size and dtype of each
 
 
 class RecordedOperation:
-    """An operation. number: of the process; sequence: of its kind in the group; peers: (source, destination, tag) of a
-    message, by ranks of the world; frames: of the stack that called it, the innermost first."""
+    """An operation. number: among all operations of this process, from 1. sequence: among the collectives of the group,
+    or its messages with the same peers. peers: (source, destination, tag) of a message, by ranks of the world. frames:
+    of the stack that called it, the innermost first."""
 
     __slots__ = (
         "__weakref__", "_is_followed", "_works", "completed_ns", "created_ns", "frames", "group", "inputs", "name",
@@ -99,7 +100,7 @@ class RecordedOperation:
 
     @property
     def state(self) -> str:
-        """The state, in the words of torch."""
+        """The state by torch's name. An operation that has failed, or whose Work is freed, counts as completed."""
         if any((work := each()) is not None and not work.finished for each in self._works):
             return "started"
         if self.completed_ns or self._works:
@@ -333,6 +334,6 @@ def _write_after_failure() -> None:
     if _recorder.rank == 0:
         directory, name = os.path.split(os.path.abspath(path))
         rank_warning(
-            f"the flight record of each rank is in {directory}; to compare them: "
+            f"each rank writes its flight record to {directory} on its host; to compare them: "
             f"python -m torch.distributed.flight_recorder.fr_trace {directory} --prefix {name[:-1]}"
         )

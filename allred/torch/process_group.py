@@ -91,7 +91,7 @@ def operation(kind: str = "", takes_lists: bool = True) -> Callable[[Callable[..
                 as_torch_error(error)
                 raise
             if event is not None:
-                event.end_with(work)
+                event.end_on_completion(work)
             if record is not None:
                 record.follow(work.parts)
             if getattr(arguments[-1], "asyncOp", True) is False:
@@ -331,9 +331,9 @@ class ProcessGroupAllred(dist.ProcessGroup):
     def _start(self, parts: list[StartedOperation], outputs: Tensors, opts: Any = None) -> TorchWork:
         """Return the Work of operations that have been started."""
         place = call_site()
-        for operation, _ in parts:
-            operation.place = place
-        for number, work in [*itertools.islice(self._unfinished.items(), 2)]:  # a few: the cost is independent of all
+        for started, _ in parts:
+            started.place = place
+        for number, work in [*itertools.islice(self._unfinished.items(), 2)]:  # only two: the cost does not grow
             if work.complete_if_done():
                 self._end(number)
             elif self._unfinished.pop(number, None) is not None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
-NAMES = {
+_EVENT_NAMES = {
     "allreduce": "all_reduce", "allreduce_coalesced": "all_reduce_coalesced",
     "allgather": "all_gather", "allgather_coalesced": "all_gather_coalesced", "_allgather_base": "all_gather_single",
     "allgather_into_tensor_coalesced": "all_gather_single_coalesced", "_reduce_scatter_base": "reduce_scatter_single",
@@ -34,14 +34,14 @@ class ToolEvent:
     """An operation that starts, shown to the tools. group: of torch; method: its method."""
 
     def __init__(self, group: Any, method: str, arguments: Sequence[Any]) -> None:
-        operators = _silent_group(group.rank(), group.size())
+        operators = _fake_group(group.rank(), group.size())
         with contextlib.suppress(Exception):  # arguments that cannot be used: the operation raises a better error
-            getattr(operators, method)(*map(_without_values, arguments[:-1]), arguments[-1])
-        self._event: Any = torch.autograd.profiler.record_function(f"allred:{NAMES.get(method, method)}")
+            getattr(operators, method)(*map(_with_empty_tensors, arguments[:-1]), arguments[-1])
+        self._event: Any = torch.autograd.profiler.record_function(f"allred:{_EVENT_NAMES.get(method, method)}")
         self._event.__enter__()
 
-    def end_with(self, work: Any) -> None:
-        """End the event with a Work."""
+    def end_on_completion(self, work: Any) -> None:
+        """End the event when a Work is complete."""
         self._event._call_end_callbacks_on_future(work.get_future())
 
     def end(self) -> None:
@@ -50,7 +50,7 @@ class ToolEvent:
 
 
 @functools.cache
-def _silent_group(rank: int, size: int) -> Any:
+def _fake_group(rank: int, size: int) -> Any:
     group = dist.ProcessGroup(dist.HashStore(), rank, size)
     backend = _distributed_c10d.FakeProcessGroup._create_internal(rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
@@ -58,10 +58,10 @@ def _silent_group(rank: int, size: int) -> Any:
     return group
 
 
-def _without_values(argument: Any) -> Any:
+def _with_empty_tensors(argument: Any) -> Any:
     """Return an argument with an empty tensor in place of each tensor, and without sizes of parts."""
     if isinstance(argument, torch.Tensor):
         return _EMPTY
     if isinstance(argument, (list, tuple)):
-        return [_without_values(each) for each in argument if not isinstance(each, int)]
+        return [_with_empty_tensors(each) for each in argument if not isinstance(each, int)]
     return argument

@@ -1,8 +1,8 @@
 """TorchWork and TorchFuture: started operations with torch's interfaces Work and Future.
 
-Operations make progress inside calls: a wait, the start of an operation, is_completed(). In a backward pass, operations
-with a future are completed at its end, before the callbacks that DistributedDataParallel registers there. C++ code of
-torch waits for a future without a call of its Python methods: then a thread completes it, `_FutureThread`.
+A Work is completed inside a call: a wait, the start of another operation, is_completed(). In a backward pass,
+operations with a future are completed at its end, before the callbacks that DistributedDataParallel registers there.
+C++ code of torch waits for a future without a call of its Python methods: then a thread completes it, `_FutureThread`.
 """
 
 import collections
@@ -115,11 +115,11 @@ class TorchWork(_distributed_c10d.Work):
         self.parts, self._outputs, self._timeout_s, self._on_end = list(parts), list(outputs), timeout_s, on_end
         self._started = time.perf_counter()
         self._error: BaseException | None = None
-        self._failed: Work[Any] | Blocking | None = None  # the operation that has raised it in no wait yet
+        self._failed: Work[Any] | Blocking | None = None  # the operation with this error, until a wait has raised it
         self._future: TorchFuture | None = None
         self._released: list[weakref.ref[torch.Tensor]] = []  # the outputs, after `release_outputs`
         self.source = -1  # of a received message: the sender's index in the group
-        self.was_waited_for = False  # by the program or torch
+        self.was_waited_for = False  # by `wait`, or is_completed() was True
         self._lock = threading.RLock()  # of the parts: a thread may complete them
 
     def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
@@ -140,8 +140,7 @@ class TorchWork(_distributed_c10d.Work):
         if not self._lock.acquire(blocking=False):  # the program waits
             return False
         try:
-            with contextlib.suppress(Exception):  # `wait` raises it
-                self._complete(self._timeout_s, lambda work: work.run_in_thread(self._timeout_s, self._started))
+            self._complete_quietly(lambda work: work.run_in_thread(self._timeout_s, self._started))
         finally:
             self._lock.release()
         return not self.parts
@@ -163,6 +162,15 @@ class TorchWork(_distributed_c10d.Work):
         if not self.parts:
             self._set_future()
             self._on_end()
+
+    def _complete_quietly(self, ready: Callable[[Work[Any] | Blocking], bool]) -> None:
+        """As `_complete`, but raise nothing: `wait` raises the error. An operation that has failed is not waited for,
+        because the program has not seen its error yet."""
+        with contextlib.suppress(Exception):
+            self._complete(self._timeout_s, lambda work: ready(work) and work.error is None)
+        if self.parts and (error := self.parts[0][0].error) is not None:
+            self._failed = self.parts[0][0]
+            self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         as_torch_error(error)
@@ -219,11 +227,7 @@ class TorchWork(_distributed_c10d.Work):
         """Return whether the operations are complete or have failed; never waits."""
         with self._lock:
             if self.parts and self._all_done():
-                with contextlib.suppress(Exception):
-                    self._complete(self._timeout_s, lambda work: work.error is None)
-                if self.parts and (error := self.parts[0][0].error) is not None:
-                    self._failed = self.parts[0][0]
-                    self._fail(error)
+                self._complete_quietly(lambda work: True)
         return not self.parts
 
     def _is_late(self) -> bool:
@@ -263,40 +267,46 @@ class TorchWork(_distributed_c10d.Work):
 
 
 class _FutureThread:
-    """Completes works while the thread that has taken their futures sleeps. It may wait for a future in C++, and such a
-    wait does not call Python. Else that thread completes them, by a wait or at the end of a backward pass, because
-    callbacks may start operations, whose order must be the same on all ranks."""
+    """Completes works for a thread that sleeps after it has taken their futures: a wait in C++ does not call Python.
+    While that thread runs, only it completes them, in a wait or at the end of a backward pass: callbacks may start
+    operations, whose order must be the same on all ranks."""
 
     def __init__(self) -> None:
         self._new: collections.deque[_Taken] = collections.deque()
         self._thread: threading.Thread | None = None
-        self._stops = threading.Event()
+        self._has_new, self._stops = threading.Event(), threading.Event()
 
     def add(self, work: TorchWork) -> None:
         self._new.append((weakref.ref(work), threading.get_native_id(), threading.get_ident()))
+        self._has_new.set()
         if self._thread is None:
             exit_callbacks.register(self._stop, any_thread=True)
-            self._thread = threading.Thread(target=self._run, name="allred-futures", daemon=True)
+            run = functools.partial(_complete_works, self._new, self._has_new, self._stops)
+            self._thread = threading.Thread(target=run, name="allred-futures", daemon=True)
             self._thread.start()
 
-    def _run(self) -> None:
-        left: list[_Taken] = []
-        states: dict[int, str] = {}
-        while not self._stops.wait(FUTURES_INTERVAL_S):
-            while self._new:
-                left.append(self._new.popleft())
-            before, states = states, {thread: _thread_state(thread) for thread in {thread for _, thread, _ in left}}
-            asleep = {
-                thread for thread, state in states.items() if "(sleeping)" in state and before.get(thread) == state
-            }
-            left = [each for each in left if not _complete(*each, asleep)]
-
     def _stop(self, _: BaseException | None) -> None:
-        thread, stops = self._thread, self._stops
+        thread, events = self._thread, (self._stops, self._has_new)
         self.__init__()  # type: ignore[misc]
-        stops.set()
+        for event in events:
+            event.set()
         if thread is not None and thread is not threading.current_thread():
             thread.join(FUTURES_INTERVAL_S)
+
+
+def _complete_works(new: "collections.deque[_Taken]", has_new: threading.Event, stops: threading.Event) -> None:
+    """Run in the thread until `stops` is set."""
+    left: list[_Taken] = []
+    states: dict[int, str] = {}
+    while not stops.wait(FUTURES_INTERVAL_S):
+        if not left:
+            has_new.wait()
+        has_new.clear()
+        while new:
+            left.append(new.popleft())
+        before, states = states, {thread: _thread_state(thread) for thread in {thread for _, thread, _ in left}}
+        asleep = {thread for thread, state in states.items() if "(sleeping)" in state and before.get(thread) == state}
+        left = [each for each in left if not _complete(*each, asleep)]
 
 
 _Taken = tuple[weakref.ref[TorchWork], int, int]  # the native identifier and ident of the thread that took its future
@@ -313,8 +323,8 @@ def _complete(reference: weakref.ref[TorchWork], thread: int, ident: int, asleep
 
 
 def _thread_state(thread: int) -> str:
-    """Return the state of a thread of this process and how often it has left its core. If these are the same after an
-    interval, it was asleep all the time."""
+    """Return the state of a thread of this process and its numbers of context switches. If they are the same after an
+    interval, it has slept all the time."""
     try:
         with open(f"/proc/self/task/{thread}/status") as file:
             return "".join(line for line in file if line.startswith("State") or "ctxt_switches" in line)

@@ -199,13 +199,13 @@ def _end_of_child(error: BaseException | None) -> None:
     status = process_end.exit_code(error)
     if os.getpid() != _pid or _status is not None:
         return
-    if status == 0 and process_end.leaves_by_os_exit() and (wait := getattr(threading, "_shutdown", None)) is not None:
+    if status == 0 and process_end.is_forked_child() and (wait := getattr(threading, "_shutdown", None)) is not None:
         wait()  # for threads, which may use allred; multiprocessing would call it after this function
     if status and error is not None:
         exit_callbacks.call_and_print(error)
         shown = _handled_at_exit(error)
         _report(type(shown), shown, shown.__traceback__, status)
-    if status or process_end.leaves_by_os_exit():
+    if status or process_end.is_forked_child():
         _end_with(status)
 
 

@@ -161,7 +161,7 @@ def _leave(finalizes: bool) -> None:
     global _is_left_to_c
     if os.getpid() != _pid:
         return
-    is_forked_child = process_end.leaves_by_os_exit()
+    forked = process_end.is_forked_child()
     _is_left_to_c = _arm is not None and not excepthook.interrupted()  # after Ctrl-C a signal ends Python, not exit()
     status, watcher = excepthook.status_at_exit(), world.watcher()
     duty, code, words = _TELL, 0, ""
@@ -177,20 +177,20 @@ def _leave(finalizes: bool) -> None:
         elif watcher.gone:
             rank, how = next(iter(watcher.gone.items()))
             duty, code, words = _STAY, watcher.gone_code, _printable(f"rank {rank} {how}")
-        if status and is_forked_child and duty != _RELEASED:  # multiprocessing then prints the traceback, and calls
+        if status and forked and duty != _RELEASED:  # multiprocessing then prints the traceback, and calls
             watcher.await_release()  # os._exit
             duty = _RELEASED
     if _arm is not None and _is_left_to_c:
         _cancel_abort_of_mpi4py()
         grace_s = min(LEAVE_S, max(LEAST_LEAVE_S, _grace_end - time.monotonic())) if status else -1.0
         _arm(words, code, -1 if watcher is None else watcher.duplicate(), duty, grace_s, status)
-        if is_forked_child and not status:
+        if forked and not status:
             _flush()
-            native.end_rank(0)
-    if is_forked_child and status:
+            native.run_exit_handler(0)
+    if forked and status:
         _print(f"ends: {words}" if code else f"left with exit code {status}")
     elif not (_arm is not None and _is_left_to_c):
-        _leave_without_c(finalizes or is_forked_child, status, duty, code, words)
+        _leave_without_c(finalizes or forked, status, duty, code, words)
 
 
 def _cancel_abort_of_mpi4py() -> None:

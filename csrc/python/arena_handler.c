@@ -62,7 +62,7 @@ static void *serve(const void *ctx, size_t size, int zeroed) {
   return ctx || (!paused && is_learned(size)) ? allred_arena_allocate(size, zeroed) : NULL;
 }
 
-/* The same for torch's allocator (allred/torch/arena_allocator.cpp). */
+/* Return a block for torch's allocator (allred/torch/arena_allocator.cpp); NULL if the arena does not serve it. */
 static void *serve_torch(size_t size) {
   const int serves = serves_torch ? size >= ALLRED_IN_PLACE_BYTES : is_learned(size);
   return serves && !paused ? allred_arena_allocate(size, 0) : NULL;

@@ -273,9 +273,9 @@ static PyObject *arm_exit(PyObject *self, PyObject *args) {
   return PyBool_FromLong(allred_exit_arm(&plan) == 0);
 }
 
-static PyObject *end_rank(PyObject *self, PyObject *args) {
+static PyObject *run_exit_handler(PyObject *self, PyObject *args) {
   int status;
-  if (!PyArg_ParseTuple(args, "i:end_rank", &status)) return NULL;
+  if (!PyArg_ParseTuple(args, "i:run_exit_handler", &status)) return NULL;
   Py_BEGIN_ALLOW_THREADS;
   allred_exit_run(status);
   Py_END_ALLOW_THREADS;
@@ -328,14 +328,15 @@ static PyMethodDef methods[] = {
     METHOD("arena_serve_sizes", allred_python_arena_serve_sizes, METH_O, "Set the sizes that the arena serves."),
     METHOD("arena_attach", allred_python_arena_attach, METH_NOARGS, "Set the handler of this context."),
     METHOD("arena_pause", allred_python_arena_pause, METH_O, "Serve no sizes in this thread, or serve them again."),
-    METHOD("arena_serve_torch", allred_python_arena_serve_torch, METH_O, "Serve torch all sizes in this thread."),
+    METHOD("arena_serve_torch", allred_python_arena_serve_torch, METH_O,
+           "Serve torch also sizes that are not learned, in this thread."),
     METHOD("arena_functions", allred_python_arena_functions, METH_NOARGS, "Return addresses for torch's allocator."),
     METHOD("arena_call", allred_python_arena_call, METH_VARARGS, "Call a function whose arrays the arena serves."),
     METHOD("arena_freeze", allred_python_arena_freeze, METH_NOARGS, "Never again serve or reuse a block."),
     METHOD("arena_usage", allred_python_arena_usage, METH_NOARGS, "Return the numbers of allred_arena_usage."),
     METHOD("alarm", set_alarm, METH_VARARGS, "Start a thread that warns about a long wait; see alarm.h."),
     METHOD("cancel_alarm", cancel_alarm, METH_NOARGS, "End the thread of alarm()."),
-    METHOD("end_rank", end_rank, METH_VARARGS, "Do now what arm_exit does at exit. See exit.h."),
+    METHOD("run_exit_handler", run_exit_handler, METH_VARARGS, "Do now what arm_exit does at exit. See exit.h."),
     METHOD("arm_exit", arm_exit, METH_VARARGS, "Set what this process does at exit; False if libc cannot. See exit.h."),
     METHOD("report_mpi_call", report_mpi_call, METH_VARARGS,
            "Write the MPI function of a thread on a signal; see mpi_call.h."),
