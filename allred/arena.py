@@ -151,7 +151,7 @@ def learn(sizes: Iterable[int]) -> None:
     ignored.
     """
     new = {size for size in sizes if size >= MIN_BYTES} - _learned
-    if new:
+    if new and len(_learned) < MAX_SIZES:
         _learned.update(new)
         _serve()
         arena_attach()

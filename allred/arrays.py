@@ -153,6 +153,21 @@ def as_host_array(value: Any) -> Array:
     return array
 
 
+def apart(source: Array, target: Array, own: Array) -> Array:
+    """Return a contiguous array that a collective sends, or a copy if it overlaps the array that it receives, because
+    received data would overwrite data that are not sent yet. They may share the part of this rank, whose place is the
+    start of `own`.
+
+    >>> whole = np.arange(4)
+    >>> apart(whole, whole[2:], whole[2:]) is whole, apart(whole, whole[:2], whole[2:]) is whole
+    (True, False)
+    """
+    if not np.may_share_memory(source, target):
+        return source
+    starts = {array.__array_interface__["data"][0] for array in (min(source, target, key=len), own)}
+    return source if len(starts) == 1 else source.copy()
+
+
 def flat(array: Array) -> Array:
     """Elements in C order: a view if the array is contiguous, else a copy."""
     if not isinstance(array, np.ndarray):  # a cupy array

@@ -81,6 +81,7 @@ class Communicator(HostReductions):
             if out is not None:
                 given = result_of(out, (self.size * count, *rest), source.dtype)
                 recv = arrays.as_bytes(given)
+                send = arrays.apart(send, recv, recv[self.rank * nbytes :])
                 yield from self.agree_and_move(
                     descriptor,
                     lambda backend, record: backend.begin_allgather(record, send, recv, [nbytes] * self.size),
@@ -116,6 +117,7 @@ class Communicator(HostReductions):
             result = result_of(out, (rows[self.rank], *rest), source.dtype)
             counts = [count * arrays.size_of(rest) for count in rows]
             flat, part = arrays.flat(source), result.reshape(-1)
+            flat = arrays.apart(flat, part, flat[sum(counts[: self.rank]) :])
 
             def move(group: Group) -> Steps[None]:
                 self.require_all(group, descriptor)

@@ -48,7 +48,7 @@ def install() -> None:
         _tried = True
         problem = _install()
     if problem:
-        log.rank_warning(f"ALLRED_TORCH_ARENA=1: {problem}; gradients are not reduced in place")
+        log.warning(f"ALLRED_TORCH_ARENA=1: {problem}; gradients are not reduced in place")
         return
     _is_installed = True
     arena.note_torch()

@@ -320,8 +320,9 @@ def write_flight_record(prefix: str | None = None) -> str:
     path = f"{_prefix() if prefix is None else prefix}{_recorder.rank}"
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     data = pickle.dumps(_recorder.snapshot())
-    with open(path, "wb") as file:
+    with open(f"{path}.part", "wb") as file:
         file.write(data)
+    os.replace(f"{path}.part", path)  # a rank that is killed leaves no half of a file
     return path
 
 

@@ -85,7 +85,7 @@ def operation(kind: str = "", takes_lists: bool = True) -> Callable[[Callable[..
                     if kind:
                         self._raise_everywhere(kind, f"{method.__name__}()", error)
                     raise
-            except AllredError as error:
+            except Exception as error:
                 if event is not None:
                     event.end()
                 as_torch_error(error)

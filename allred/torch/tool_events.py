@@ -34,8 +34,8 @@ class ToolEvent:
     """An operation that starts, shown to the tools. group: of torch; method: its method."""
 
     def __init__(self, group: Any, method: str, arguments: Sequence[Any]) -> None:
-        operators = _fake_group(group.rank(), group.size())
         with contextlib.suppress(Exception):  # arguments that cannot be used: the operation raises a better error
+            operators = _fake_group(group.rank(), group.size())  # not with torch 2.5
             getattr(operators, method)(*map(_with_empty_tensors, arguments[:-1]), arguments[-1])
         self._event: Any = torch.autograd.profiler.record_function(f"allred:{_EVENT_NAMES.get(method, method)}")
         self._event.__enter__()

@@ -156,7 +156,7 @@ class TorchWork(_distributed_c10d.Work):
                 if finish is not None:
                     finish(result)
                 del self.parts[0]
-        except BaseException as error:
+        except Exception as error:
             self._fail(error)
             raise
         if not self.parts:
@@ -313,13 +313,16 @@ _Taken = tuple[weakref.ref[TorchWork], int, int]  # the native identifier and id
 
 
 def _complete(reference: weakref.ref[TorchWork], thread: int, ident: int, asleep: Collection[int]) -> bool:
-    """Complete the work if its thread is asleep, but not in allred. Return whether nothing is left to do."""
+    """Complete the work if its thread is asleep, but not in allred or in the C++ code of a backward pass, whose end
+    completes it. Return whether nothing is left to do."""
     work = reference()  # a group keeps it until it is complete
     if work is None or not work.parts:
         return True
     frame = sys._current_frames().get(ident) if thread in asleep else None
-    is_in_allred = frame is not None and frame.f_globals.get("__name__", "").startswith("allred.")
-    return thread in asleep and not is_in_allred and work.complete_in_thread()
+    is_busy = frame is not None and (
+        frame.f_code is _BACKWARD_CODE or frame.f_globals.get("__name__", "").startswith("allred.")
+    )
+    return thread in asleep and not is_busy and work.complete_in_thread()
 
 
 def _thread_state(thread: int) -> str:

@@ -40,7 +40,7 @@ def test_torch_finds_the_missing_rank_and_the_operation(tmp_path, caplog):
     prefix = {"TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "timeout/rank_")}
     result = run(3, HERE / "flight_record_program.py", tmp_path, env=prefix)
     assert result.code == 1, result.text
-    assert result.err.count("allred: the flight record of each rank is in ") == 1, result.text
+    assert result.err.count("allred: each rank writes its flight record to ") == 1, result.text
 
     text, found = analyse(tmp_path / "match", caplog)
     assert [each for each in found if not each.pass_check] == [], text
