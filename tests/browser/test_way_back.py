@@ -48,7 +48,7 @@ def test_code_in_a_table_is_not_broken_and_a_wide_table_scrolls(browser, address
     pages.set_size(browser, 400)
     browser.get(f"{address}/examples.html")
     scrolls = "return [...document.querySelectorAll('.md-typeset__scrollwrap')].map(e => e.scrollWidth > e.clientWidth)"
-    assert any(browser.execute_script(scrolls))
+    WebDriverWait(browser, 20).until(lambda _: any(browser.execute_script(scrolls)))  # a script makes the elements
     style = "return getComputedStyle(document.querySelector('td code'))[arguments[0]]"
     assert browser.execute_script(style, "overflowWrap") == "normal"
     assert browser.execute_script(style, "wordBreak") == "normal"
