@@ -17,7 +17,7 @@ import time
 import types
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -202,10 +202,11 @@ class TorchWork(_distributed_c10d.Work):
             if not self.parts:
                 self._set_future()
             else:
-                if torch._C._current_autograd_node() is not None:
+                in_backward = torch._C._current_autograd_node() is not None
+                if in_backward:
                     torch.autograd.Variable._execution_engine.queue_callback(self.wait)
                     self._on_end()  # the callback keeps this object; a backward pass that fails releases it
-                _future_thread.add(self)
+                _future_thread.add(self, in_backward)
         return future
 
     def _is_for_fp16_hook(self, caller: types.FrameType) -> bool:
@@ -266,18 +267,30 @@ class TorchWork(_distributed_c10d.Work):
     _source_rank = source_rank
 
 
+class _TakenFuture(NamedTuple):
+    """The future of a work. thread, ident: native identifier and ident of the thread that took it. in_backward: the end
+    of a backward pass completes the work. It does not complete works that start there, as in the first step of
+    DistributedDataParallel with static_graph."""
+
+    work: weakref.ref[TorchWork]
+    thread: int
+    ident: int
+    in_backward: bool
+
+
 class _FutureThread:
     """Completes works for a thread that sleeps after it has taken their futures: a wait in C++ does not call Python.
     While that thread runs, only it completes them, in a wait or at the end of a backward pass: callbacks may start
     operations, whose order must be the same on all ranks."""
 
     def __init__(self) -> None:
-        self._new: collections.deque[_Taken] = collections.deque()
+        self._new: collections.deque[_TakenFuture] = collections.deque()
         self._thread: threading.Thread | None = None
         self._has_new, self._stops = threading.Event(), threading.Event()
 
-    def add(self, work: TorchWork) -> None:
-        self._new.append((weakref.ref(work), threading.get_native_id(), threading.get_ident()))
+    def add(self, work: TorchWork, in_backward: bool) -> None:
+        taken = _TakenFuture(weakref.ref(work), threading.get_native_id(), threading.get_ident(), in_backward)
+        self._new.append(taken)
         self._has_new.set()
         if self._thread is None:
             exit_callbacks.register(self._stop, any_thread=True)
@@ -294,9 +307,9 @@ class _FutureThread:
             thread.join(FUTURES_INTERVAL_S)
 
 
-def _complete_works(new: "collections.deque[_Taken]", has_new: threading.Event, stops: threading.Event) -> None:
+def _complete_works(new: "collections.deque[_TakenFuture]", has_new: threading.Event, stops: threading.Event) -> None:
     """Run in the thread until `stops` is set."""
-    left: list[_Taken] = []
+    left: list[_TakenFuture] = []
     states: dict[int, str] = {}
     while not stops.wait(FUTURES_INTERVAL_S):
         if not left:
@@ -304,25 +317,24 @@ def _complete_works(new: "collections.deque[_Taken]", has_new: threading.Event, 
         has_new.clear()
         while new:
             left.append(new.popleft())
-        before, states = states, {thread: _thread_state(thread) for thread in {thread for _, thread, _ in left}}
+        before, states = states, {thread: _thread_state(thread) for thread in {each.thread for each in left}}
         asleep = {thread for thread, state in states.items() if "(sleeping)" in state and before.get(thread) == state}
-        left = [each for each in left if not _complete(*each, asleep)]
+        left = [each for each in left if not _complete(each, asleep)]
 
 
-_Taken = tuple[weakref.ref[TorchWork], int, int]  # the native identifier and ident of the thread that took its future
-
-
-def _complete(reference: weakref.ref[TorchWork], thread: int, ident: int, asleep: Collection[int]) -> bool:
-    """Complete the work if its thread is asleep, but not in allred or in the C++ code of a backward pass, whose end
+def _complete(taken: _TakenFuture, asleep: Collection[int]) -> bool:
+    """Complete the work if its thread is asleep, but not in allred or in the C++ code of a backward pass whose end
     completes it. Return whether nothing is left to do."""
-    work = reference()  # a group keeps it until it is complete
+    work = taken.work()  # a group keeps it until it is complete
     if work is None or not work.parts:
         return True
-    frame = sys._current_frames().get(ident) if thread in asleep else None
+    is_asleep = taken.thread in asleep
+    frame = sys._current_frames().get(taken.ident) if is_asleep else None
     is_busy = frame is not None and (
-        frame.f_code is _BACKWARD_CODE or frame.f_globals.get("__name__", "").startswith("allred.")
+        (taken.in_backward and frame.f_code is _BACKWARD_CODE)
+        or frame.f_globals.get("__name__", "").startswith("allred.")
     )
-    return thread in asleep and not is_busy and work.complete_in_thread()
+    return is_asleep and not is_busy and work.complete_in_thread()
 
 
 def _thread_state(thread: int) -> str:
