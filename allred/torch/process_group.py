@@ -118,7 +118,7 @@ class ProcessGroupAllred(dist.ProcessGroup):
         self._numbers = itertools.count()
         self._unfinished: dict[int, TorchWork] = {}  # by number, until complete: the program need not keep them
         self._finished = collections.deque[TorchWork](maxlen=_KEPT)
-        self._first_coalesced = 0  # the first number of the operations to coalesce
+        self._first_coalesced: int | None = None  # while operations are coalesced, the number before their first one
         self._name = self._description = ""
 
     # Reductions.
@@ -313,7 +313,8 @@ class ProcessGroupAllred(dist.ProcessGroup):
     def _end_coalescing(self, device: torch.device) -> Any:
         if device.type != "cpu":
             return self.device_group(device.type)._end_coalescing(device)
-        works = [work for number, work in sorted(self._unfinished.items()) if number > self._first_coalesced]
+        first, self._first_coalesced = self._first_coalesced, None
+        works = [work for number, work in sorted(self._unfinished.items()) if first is not None and number > first]
         return self._start([part for work in works for part in work.take_operations()], [])
 
     def _raise_everywhere(self, kind: str, title: str, error: InputError) -> None:
@@ -332,8 +333,11 @@ class ProcessGroupAllred(dist.ProcessGroup):
         """Return the Work of operations that have been started."""
         place = call_site()
         for started, _ in parts:
-            started.place = place
-        for number, work in [*itertools.islice(self._unfinished.items(), 2)]:  # only two: the cost does not grow
+            started.place = started.place or place  # operations that were coalesced have one
+        # Look at two earlier operations, whose number does not change the cost; not while operations are coalesced,
+        # because one that fails would be missing in their Work.
+        looked_at = 0 if self._first_coalesced is not None else 2
+        for number, work in [*itertools.islice(self._unfinished.items(), looked_at)]:
             if work.complete_if_done():
                 self._end(number)
             elif self._unfinished.pop(number, None) is not None:

@@ -26,6 +26,7 @@ from torch._C import _distributed_c10d
 from allred import world
 from allred.comm.work import Work
 from allred.errors import AllredError, CollectiveTimeout, InputError
+from allred.torch.optimizer_hooks import uncompiled
 from allred.watch import exit_callbacks
 
 FUTURES_INTERVAL_S = 0.005  # at which a thread looks at futures that are not complete
@@ -122,6 +123,7 @@ class TorchWork(_distributed_c10d.Work):
         self.was_waited_for = False  # by `wait`, or is_completed() was True
         self._lock = threading.RLock()  # of the parts: a thread may complete them
 
+    @uncompiled
     def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
         """Wait until the operations are complete. Raises their error."""
         self.was_waited_for = True
@@ -192,6 +194,7 @@ class TorchWork(_distributed_c10d.Work):
         elif future is not None and self._error is None:
             future.set_result(self.result())
 
+    @uncompiled
     def get_future(self) -> "TorchFuture":
         """Return a future of the output tensors."""
         if self._is_for_fp16_hook(sys._getframe(1)):
@@ -215,6 +218,7 @@ class TorchWork(_distributed_c10d.Work):
         in_backward = caller.f_code is _BACKWARD_CODE and torch._C._current_autograd_node() is not None
         return in_backward and bool(self._outputs) and self._outputs[0].dtype is torch.float16
 
+    @uncompiled
     def is_completed(self) -> bool:
         """Return whether the operations are complete or have failed. Waits only after the time limit, or if another
         rank has failed: then `exception` returns the error of the wait, and `wait` raises it."""

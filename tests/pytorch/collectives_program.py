@@ -171,6 +171,12 @@ def coalesced(rank, size):
     assert_same(whole, [torch.cat([rank_tensor(r, count) for r in range(size)]) for count in (2, 3)], size)
     sums = [sum(rank_tensor(r, count * size) for r in range(size)) for count in (1, 2)]
     assert_same(parts, [total.chunk(size)[rank] for total in sums], size)
+    world, cpu = dist.group.WORLD, torch.device("cpu")
+    world._start_coalescing(cpu)
+    for count in (2, rank + 1, 2, 2, 2):
+        world.allreduce([torch.ones(count)], dist.AllreduceOptions())
+        time.sleep(0.05)  # for the headers of the other ranks
+    assert_fails(world._end_coalescing(cpu).wait, "different operations")
 
 
 def lists_of_tensors(rank, size):

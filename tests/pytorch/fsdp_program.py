@@ -132,6 +132,11 @@ def compiled(rank, size):
         work = dist.all_reduce(x, async_op=True)
         torch._dynamo.graph_break()
         work.wait()
+        if rank == 0:
+            dist.send(x + 1, 1)
+        elif rank == 1:
+            dist.recv(x, 0)
+            return x
         return x + 1
 
     assert_same(torch.compile(broken, backend="aot_eager")(x * 2), expected, size)
