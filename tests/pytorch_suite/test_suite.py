@@ -43,10 +43,10 @@ def test_outcome_is_the_one_in_the_table(server, test, ranks, backend):
 
 
 def test_table_has_the_tests_of_the_installed_torch(server):
-    assert {test: chosen_as for test, (chosen_as, *_) in ROWS.items()} == tests_on_cpus(server)
+    assert {test: chosen_as for test, (chosen_as, *_) in ROWS.items()} == cpu_tests(server)
 
 
-def tests_on_cpus(server):
+def cpu_tests(server):
     """Return {test: "gloo", or "mpi" if the suite has it only for that one} without tests for other devices."""
     gloo, mpi = ({test for test, reason in server.tests(name, 3).items() if not reason} for name in ("gloo", "mpi"))
     return {test: "gloo" if test in gloo else "mpi" for test in sorted(gloo | mpi)}
