@@ -194,7 +194,6 @@ class TorchWork(_distributed_c10d.Work):
         elif future is not None and self._error is None:
             future.set_result(self.result())
 
-    @uncompiled
     def get_future(self) -> "TorchFuture":
         """Return a future of the output tensors."""
         if self._is_for_fp16_hook(sys._getframe(1)):
