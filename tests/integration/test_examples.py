@@ -45,7 +45,7 @@ def check_digits(result, ranks):
     ("mpi", "ranks"),
     [
         ("mpich", 2),
-        ("openmpi", 2),
+        pytest.param("openmpi", 2, marks=full),
         pytest.param("mpich", 1, marks=full),
         pytest.param("mpich", 4, marks=full),
         pytest.param("openmpi", 3, marks=full),

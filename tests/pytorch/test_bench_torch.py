@@ -14,6 +14,7 @@ SIZES = "--batches 1,2 --width 16 --seconds 0 --json"
 VARIANTS = {"ddp gloo", "ddp allred", "ddp in place", "hooked late", "hooked early", "hooked in place", "local"}
 
 
+@pytest.mark.full
 @pytest.mark.limit(300)
 def test_the_lines():
     arguments = ["-m", "allred", "bench", "torch", "--against", "ddp", "--tensors", "tiny", *SIZES.split()]

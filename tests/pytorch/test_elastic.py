@@ -383,6 +383,7 @@ def test_a_training_that_is_killed_resized_and_stopped(tmp_path):
     assert (tmp_path / "kept/run-1.pt").exists()
 
 
+@pytest.mark.full
 @pytest.mark.limit(300)
 def test_the_example(tmp_path):
     """A rank is killed. The directory of the commits is the default, and is deleted at the end."""

@@ -101,6 +101,7 @@ def accuracies(text):
     return re.search(line, text, re.MULTILINE).groups()
 
 
+@pytest.mark.full
 @pytest.mark.limit(450)
 def test_accuracy_and_output(trained):
     losses, text, *_ = trained["float32 1x1"]
@@ -114,6 +115,7 @@ def test_accuracy_and_output(trained):
     assert all(float(accuracy) > 0.97 for accuracy in accuracies(text))
 
 
+@pytest.mark.full
 @pytest.mark.limit(450)
 @pytest.mark.parametrize(("ranks", "towers"), SPLITS)
 def test_the_same_losses_however_batches_are_split(trained, ranks, towers):
@@ -126,6 +128,7 @@ def test_the_same_losses_however_batches_are_split(trained, ranks, towers):
     assert accuracies(text) == accuracies(trained["float64 1x1"][1])
 
 
+@pytest.mark.full
 @pytest.mark.limit(450)
 @pytest.mark.parametrize("split", ["1x2", "2x2"])
 def test_float32_losses_within_rounding(trained, split):
@@ -134,6 +137,7 @@ def test_float32_losses_within_rounding(trained, split):
     assert largest_difference(losses, expected) < 0.05  # rounding may decide which pixel is the largest
 
 
+@pytest.mark.full
 @pytest.mark.limit(450)
 def test_resume_with_other_ranks_and_towers(trained):
     first, later, whole = trained["first"], trained["later"], trained["float64 1x1"]
@@ -159,6 +163,7 @@ def write_files(directory):
     return directory
 
 
+@pytest.mark.full
 @pytest.mark.limit(450)
 def test_mnist_idx_files(trained):
     losses = trained["files"][0]

@@ -67,6 +67,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 @pytest.mark.limit(300)
 def test_horovod_run_returns_results_and_raises_the_error_of_a_rank(tmp_path):
     (tmp_path / "driver.py").write_text(DRIVER.format(directory=str(PROGRAM.parent)))
