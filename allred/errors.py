@@ -6,10 +6,12 @@ mpi_numbers = ""  # a sentence about the numbers of ranks; set by init() if MPI.
 class AllredError(Exception):
     """Base class of all errors that allred raises on purpose."""
 
+    to_report: list[str]  # the text of an error that an operation has and no wait has raised; else empty
     raised_by_all: int | None = None  # the number of this rank, if all raise it and one of them shall print it
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
+        self.to_report = []
         if mpi_numbers and "rank" in str(self):
             self.add_note(mpi_numbers)
 

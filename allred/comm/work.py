@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -26,6 +27,8 @@ from allred.comm.header import OpDescriptor
 from allred.errors import AllredError, InputError, MismatchError
 from allred.gpu.launch_order import LaunchTurn
 from allred.gpu.streams import Completion
+from allred.runtime import process_end
+from allred.runtime.stderr import rank_warning
 from allred.runtime.timings import LOST_CONNECTION_S
 from allred.timeline.recorder import Operation, Track
 from allred.watch import exit as exit_protocol
@@ -153,7 +156,7 @@ class Work(Generic[T]):
         self._first: Pending | None = None
         self._result: T | None = None
         self._error: Exception | None = None
-        self._finished = False
+        self._finished = self._is_silent = False
 
     def done(self) -> bool:
         """Return whether it is complete. Makes all progress that is possible without waiting."""
@@ -189,6 +192,8 @@ class Work(Generic[T]):
             self._queue.wait(self, timeout_s)
         if self._error is not None:
             self._queue.note_raised(self._error)
+            if isinstance(self._error, AllredError):
+                self._error.to_report.clear()
             raise self._error
         if (watcher := world.watcher()) is not None and watcher.pending():
             raise watcher.error()
@@ -231,6 +236,10 @@ class Work(Generic[T]):
             self._finish(stop.value)
         except AllredError as error:  # the same error on all ranks: the next operation can run
             self._queue.record_error(error)
+            error.__traceback__ = None  # its frames refer to this object
+            if not self._is_silent:
+                error.to_report = [str(error)]
+                _not_raised[weakref.ref(self, _report)] = error.to_report
             if isinstance(error, MismatchError) and error.operations_differ:
                 self._queue.withdraw_later(self, error)
             self._finish(None, error)
@@ -240,6 +249,12 @@ class Work(Generic[T]):
             reason = traceback.format_exception_only(error)[-1].partition("\n")[0]
             self._queue.poison(f"{self.title} was cut short by {reason}")
             raise
+
+    def silence(self) -> None:
+        """Do not print its error if no wait raises it: that of an operation started together with it is raised."""
+        self._is_silent = True
+        if isinstance(self._error, AllredError):
+            self._error.to_report.clear()
 
     def withdraw(self, error: MismatchError) -> None:
         """Fail with the error of an operation that was started before. The other ranks do not know of this one."""
@@ -257,6 +272,25 @@ class Work(Generic[T]):
         self._pending = self._first = None
         if self.timeline_record is not None and self._queue.track is not None:
             self._queue.track.end(self.timeline_record)
+
+
+# `to_report` of the errors of operations.
+_not_raised: dict[weakref.ref[Work[Any]], list[str]] = {}
+
+
+def _report(work: weakref.ref[Work[Any]]) -> None:
+    """Print the error of an operation whose Work is deleted, or kept until the end, without a wait that raises it."""
+    for text in _not_raised.pop(work, ()):
+        rank_warning(f"an operation failed, and the program has not waited for it: {text}")
+
+
+def _report_all() -> None:
+    for work in [*_not_raised]:
+        _report(work)
+
+
+process_end.register(_report_all)
+os.register_at_fork(after_in_child=_not_raised.clear)
 
 
 class WorkQueue:

@@ -321,6 +321,8 @@ class ProcessGroupAllred(dist.ProcessGroup):
         """Raise an error of this rank on all ranks, in place of each operation that this rank cannot start."""
         count = error.count if isinstance(error, UnstartedError) else 1
         checks = [self.communicator.check(kind, title, problem=str(error)) for _ in range(count)]
+        for check in checks[1:]:
+            check.silence()
         with contextlib.suppress(AllredError):
             checks[-1].wait()  # after the others
         checks[0].wait()

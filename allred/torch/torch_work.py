@@ -70,6 +70,9 @@ class Blocking:
     def done(self) -> bool:
         return False
 
+    def silence(self) -> None:
+        pass
+
     def run_in_thread(self, timeout_s: float | None, started: float) -> bool:
         return False
 
@@ -177,6 +180,8 @@ class TorchWork(_distributed_c10d.Work):
     def _fail(self, error: BaseException) -> None:
         as_torch_error(error)
         self._error = error
+        for work, _ in self.parts[1:]:
+            work.silence()
         self.parts, self._outputs = [], []  # the error's frames refer to this object, and would keep the tensors
         self._set_future()
         self._on_end()

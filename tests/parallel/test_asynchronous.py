@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import allred
+from allred.comm import functions
 from allred.comm.backends.shm import ShmBackend
 from allred.comm.communicator import Communicator
 from allred.errors import AllredError, InputError, MismatchError
@@ -183,7 +184,7 @@ def test_the_next_wait_raises_the_mismatch_of_works_that_nobody_waits_for(comm, 
 
 
 def test_the_place_is_where_it_was_started(size):
-    several(allred.comm.functions.current())
+    several(functions.current())
     work = allred.allreduce_async(np.ones(2 + (allred.rank() == 1)), name="w")  # here
     with pytest.raises(MismatchError, match=r"called at test_asynchronous\.py:\d+ on rank") as error:
         allred.synchronize(work)
@@ -332,3 +333,16 @@ def test_patience_ends_for_a_set_that_is_new_in_it(rank, size):
         with allred.patience(before + 100):
             allred.barrier(process_set=members)
         assert members.communicator().queue.timeout_s == before
+
+
+def test_an_error_that_no_wait_raises_is_printed_once(comm, capfd):
+    several(comm)
+    for waits in (False, True):
+        work = comm.allreduce(np.ones(3 + comm.rank), allred.Sum)
+        assert comm.allreduce(np.ones(1), allred.Sum).wait() == [comm.size]
+        if waits:
+            with pytest.raises(MismatchError):
+                work.wait()
+        del work
+        printed = capfd.readouterr().err
+        assert printed.count("an operation failed, and the program has not waited for it: ") == (not waits), printed
