@@ -188,7 +188,7 @@ def _join_ranks(comm: Any, settings: dict[str, Any] | str, cluster: Cluster, in_
         plan = _plan(facts, cluster)
         if isinstance(settings, dict) and "network" in settings:  # may differ between hosts
             plan = dataclasses.replace(plan, config=dataclasses.replace(plan.config, network=settings["network"]))
-        recording.start(plan.config.timeline, control, bootstrap.mpi, plan.workers)
+        recording.start(plan.config.timeline, control, plan.workers)
     except (ConfigError, InputError) as error:
         control.close()
         error.raised_by_all = control.rank

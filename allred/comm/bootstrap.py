@@ -10,6 +10,7 @@ import pickle
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+from allred.comm.messages import Messages
 from allred.comm.work import Steps
 
 T = TypeVar("T")
@@ -18,7 +19,7 @@ T = TypeVar("T")
 class Bootstrap(abc.ABC):
     """The Bootstrap of `size` ranks; this process is number `rank`.
 
-    mpi: their mpi4py communicator, for the parts that need MPI: backend mpi, messages, parameter servers; else None.
+    mpi: their mpi4py communicator, for the parts that need MPI: backend mpi, parameter servers, clients; else None.
     launcher_ends_job: whether a launcher ends all ranks when one dies. If not, the watchers report the death; if a rank
     dies before they run, the next call on the other ranks raises AllredError.
     generation: the generation of the world that is created (world.World); 0 before init() has determined it.
@@ -43,6 +44,10 @@ class Bootstrap(abc.ABC):
     def barrier_of(self, ranks: Sequence[int], title: str) -> Steps[None]:
         """Wait until all of `ranks` have called this; other operations make progress meanwhile. title: the same on all
         of them. Two of these barriers that are under way at once have different titles."""
+
+    def messages(self) -> Messages | None:
+        """Return the Messages of a new communicator of these ranks; None if there are none."""
+        return None
 
     @abc.abstractmethod
     def lowest_rank_on_node(self) -> int:

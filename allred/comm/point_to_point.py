@@ -7,8 +7,8 @@ the order in which they are sent. One message:
     2  the receiver replies with its own record; if the two differ, both ranks raise the same error
     3  the sender sends the bytes in chunks
 
-A send completes only after the receiver has posted the receive of the last chunk: chunks are sent in MPI's synchronous
-mode (Issend). Like collectives, messages make progress while this rank waits for something.
+A send completes only after the receiver has started to receive the last chunk. The messages travel on the `Messages` of
+the communicator (messages.py). Like collectives, they make progress while this rank waits for something.
 """
 
 import operator
@@ -22,14 +22,14 @@ from allred import arrays, world
 from allred.arrays import Array
 from allred.comm.arguments import target_of
 from allred.comm.group import Group
-from allred.comm.work import Polled, Steps, Work, WorkQueue
+from allred.comm.messages import Messages
+from allred.comm.work import Steps, Work, WorkQueue
 from allred.errors import InputError, MismatchError
 
 CHUNK_BYTES = 2**20
 _RECORD = struct.Struct("<B511s")  # 1 if the arguments are invalid; dtype and shape, or the error
-_RECORDS, _REPLIES, _BYTES = range(3)  # each uses its own MPI tags
+_RECORDS, _REPLIES, _BYTES = range(3)  # each uses its own tags of `Messages`
 _MAX_QUEUES = 64  # above this number of queues the idle ones are removed
-_abandoned: list[WorkQueue] = []  # MPI may still use the memory of their operations
 
 
 class PointToPoint:
@@ -37,25 +37,25 @@ class PointToPoint:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._comm = group.backend.comm
+        self._given = group.backend.messages
         self._queues: dict[tuple[str, str, str], WorkQueue] = {}  # by direction, peer and tag
 
     def send(self, value: Any, dest: Any, tag: Any) -> Work[None]:
         """Start to send `value`; see Communicator.send."""
 
         def steps() -> Steps[None]:
-            tags, peer = self._tags(tag), self._peer(dest)
+            messages, tags, peer = self._messages, self._tags(tag), self._peer(dest)
             data, text, problem = _checked(lambda: arrays.as_host_array(value))
             mine = _RECORD.pack(problem, text)
-            yield Polled(self._comm.Isend(_as_record(mine), peer, tags[_RECORDS]).Test)
+            yield messages.send(_as_record(mine), peer, tags[_RECORDS])
             reply = np.empty(_RECORD.size, np.uint8)
-            yield Polled(self._comm.Irecv(reply, peer, tags[_REPLIES]).Test, waits_for_peers=True)
+            yield messages.receive(reply, peer, tags[_REPLIES])
             self._compare(mine, reply.tobytes(), self._group.rank, peer, tag)
             stage = np.empty(min(data.nbytes, CHUNK_BYTES), np.uint8)
             for start in range(0, data.nbytes, CHUNK_BYTES):
                 part = arrays.as_bytes(data)[start : start + CHUNK_BYTES]
                 stage[: part.size] = part
-                yield Polled(self._comm.Issend(stage[: part.size], peer, tags[_BYTES]).Test)
+                yield messages.send(stage[: part.size], peer, tags[_BYTES], synchronous=True)
 
         return self._start("send", dest, tag, f"send(to {dest}, tag {tag})", steps())
 
@@ -63,18 +63,19 @@ class PointToPoint:
         """Start to receive into `array`; see Communicator.recv."""
 
         def steps() -> Steps[int]:
-            tags = self._tags(tag)
+            messages, tags = self._messages, self._tags(tag)
             target, text, problem = _checked(lambda: target_of(array, in_place=True))
             theirs = np.empty(_RECORD.size, np.uint8)
-            peer = yield from self._receive(theirs, -1 if source is None else self._peer(source), tags[_RECORDS])
+            yield (found := messages.receive(theirs, -1 if source is None else self._peer(source), tags[_RECORDS]))
+            peer = found.sender
             mine = _RECORD.pack(problem, text)
-            yield Polled(self._comm.Isend(_as_record(mine), peer, tags[_REPLIES]).Test)
+            yield messages.send(_as_record(mine), peer, tags[_REPLIES])
             self._compare(theirs.tobytes(), mine, peer, self._group.rank, tag)
             flat = arrays.flat(target)
             stage = np.empty(min(flat.nbytes, CHUNK_BYTES), np.uint8)
             for start in range(0, flat.nbytes, CHUNK_BYTES):
                 part = arrays.as_bytes(flat)[start : start + CHUNK_BYTES]
-                yield Polled(self._comm.Irecv(stage[: part.size], peer, tags[_BYTES]).Test)
+                yield messages.receive(stage[: part.size], peer, tags[_BYTES], waits_for_peers=False)
                 part[:] = stage[: part.size]
             arrays.copy_back(target, flat)
             return self._group.ranks[peer]
@@ -83,9 +84,10 @@ class PointToPoint:
         return self._start("recv", source, tag, f"recv(from {sender}, tag {tag})", steps())
 
     def close(self) -> bool:
-        """Return whether all messages are complete. Memory of incomplete ones is kept: MPI may still use it."""
+        """End all messages. Return whether they were complete."""
         pending = [queue for queue in self._queues.values() if not queue.idle]
-        _abandoned.extend(pending)
+        if self._given is not None:
+            self._given.close(pending)
         return not pending
 
     def _start(self, kind: str, peer: Any, tag: Any, title: str, steps: Steps[Any]) -> Work[Any]:
@@ -107,22 +109,6 @@ class PointToPoint:
             return None if members is None else list(members)
         return [rank + here.topology.servers for rank in (self._group.number, peer)]
 
-    def _receive(self, buffer: Array, peer: int, tag: int) -> Steps[int]:
-        """Receive one MPI message. peer: its index, or -1 for any. Return the index of the sender."""
-        from mpi4py import MPI
-
-        request = self._comm.Irecv(buffer, MPI.ANY_SOURCE if peer < 0 else peer, tag)
-        senders: list[int] = []
-
-        def done() -> bool:
-            status = MPI.Status()  # the next test of a complete request would clear it
-            if not senders and request.Test(status):
-                senders.append(status.Get_source())
-            return bool(senders)
-
-        yield Polled(done, waits_for_peers=True)
-        return senders[0]
-
     def _peer(self, number: Any) -> int:
         """Return the index of another rank. Raises InputError."""
         ranks = self._group.ranks
@@ -131,13 +117,16 @@ class PointToPoint:
             raise InputError(f"rank {number!r} is not another rank of the communicator; expected one of {others}")
         return ranks.index(operator.index(number))
 
-    def _tags(self, tag: Any) -> tuple[int, int, int]:
-        """Return the MPI tags of records, replies and bytes. Raises InputError."""
-        if self._comm is None:
+    @property
+    def _messages(self) -> Messages:
+        """The messages of the communicator. Raises InputError if it has none."""
+        if self._given is None:
             raise InputError(f"send and recv need MPI and several ranks; this is backend {self._group.backend.name}")
-        from mpi4py import MPI
+        return self._given
 
-        last = self._comm.Get_attr(MPI.TAG_UB) // 3 - 1
+    def _tags(self, tag: Any) -> tuple[int, int, int]:
+        """Return the tags of records, replies and bytes. Raises InputError."""
+        last = self._messages.last_tag // 3 - 1
         if not isinstance(tag, int) or not 0 <= tag <= last:
             raise InputError(f"tag={tag!r} must be a whole number from 0 to {last}")
         return 3 * tag, 3 * tag + 1, 3 * tag + 2

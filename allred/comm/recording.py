@@ -5,27 +5,26 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from allred.comm.communicator import Communicator
-from allred.comm.work import Polled, Steps
+from allred.comm.messages import Messages
+from allred.comm.work import Steps
 from allred.errors import InputError
 from allred.timeline import recorder
 from allred.timeline.recorder import Track
 
 _REQUESTS = 20  # to each rank; the first ones are slower
-_TAG = 2**14 + 1
 
-_compared: tuple[Communicator, Any, range] | None = None  # the arguments of `start`, during a timeline
+_compared: tuple[Communicator, range] | None = None  # the arguments of `start`, during a timeline
 
 
-def start(directory: str, control: Communicator, comm: Any, workers: range) -> None:
+def start(directory: str, control: Communicator, workers: range) -> None:
     """Start a timeline in a file of this rank in `directory`; "none" and "": no timeline. Collective.
 
-    control: the communicator of all ranks; comm: its mpi4py communicator. workers: the ranks of the workers; parameter
-    servers have lower ranks, clients higher ones.
+    control: the communicator of all ranks. workers: the ranks of the workers; parameter servers have lower ranks,
+    clients higher ones.
     Raises InputError on all ranks if one of them cannot write to the directory.
     """
     global _compared
@@ -56,8 +55,8 @@ def start(directory: str, control: Communicator, comm: Any, workers: range) -> N
         }
     )  # fmt: skip
     recorder.install(mine)
-    _compared = control, comm, workers
-    _compare_clocks(control, comm, [*workers, *(rank for rank in range(control.size) if rank not in workers)])
+    _compared = control, workers
+    _compare_clocks(control, [*workers, *(rank for rank in range(control.size) if rank not in workers)])
 
 
 def _name(rank: int, workers: range, size: int) -> str:
@@ -77,15 +76,15 @@ def attach(communicator: Communicator, members: str) -> None:
 
 def compare_clocks_again() -> None:
     """Compare the clocks at the end of the job. Collective among the workers."""
-    if _compared is not None and _compared[0].rank in _compared[2]:
+    if _compared is not None and _compared[0].rank in _compared[1]:
         _compare_clocks(*_compared)
 
 
-def _compare_clocks(control: Communicator, comm: Any, ranks: Sequence[int]) -> None:
+def _compare_clocks(control: Communicator, ranks: Sequence[int]) -> None:
     assert recorder.current is not None
     found = time.perf_counter_ns(), 0, 0
-    if len(ranks) > 1:
-        found = control.queue.start("the comparison of clocks", measure_clock(comm, ranks)).wait()
+    if (messages := control.backend.messages) is not None and len(ranks) > 1:
+        found = control.queue.start("the comparison of clocks", measure_clock(messages, ranks)).wait()
     recorder.current.add(("clock", *found))
 
 
@@ -96,10 +95,10 @@ def stop() -> None:
     _compared = None
 
 
-def measure_clock(comm: Any, ranks: Sequence[int]) -> Steps[tuple[int, int, int]]:
+def measure_clock(messages: Messages, ranks: Sequence[int]) -> Steps[tuple[int, int, int]]:
     """Compare this rank's clock with that of the first of `ranks`, the chief. Returns (time, offset, error) in ns.
 
-    comm: an mpi4py communicator. The chief sends its clock to each rank several times. A request sent at time a whose
+    The chief sends its clock to each rank several times. A request sent at time a whose
     reply c arrives at time b, by the clock of the rank, shows that the clock of the chief is ahead by
 
         c - (a + b) / 2  +-  (b - a) / 2
@@ -107,20 +106,20 @@ def measure_clock(comm: Any, ranks: Sequence[int]) -> Steps[tuple[int, int, int]
     The fastest reply gives the smallest error. An offset within the error may be 0: both clocks are of one machine.
     """
     chief, *others = ranks
-    word = np.zeros(1, np.int64)
-    best = time.perf_counter_ns(), 0, 0 if comm.Get_rank() == chief else 2**62
+    rank, tag, word = messages.rank, messages.last_tag, np.zeros(1, np.int64)
+    best = time.perf_counter_ns(), 0, 0 if rank == chief else 2**62
     for other in others:
-        if comm.Get_rank() not in (chief, other):
+        if rank not in (chief, other):
             continue
         for _ in range(_REQUESTS):
             sent = time.perf_counter_ns()
-            if comm.Get_rank() == chief:
-                yield Polled(comm.Irecv(word, other, _TAG).Test, waits_for_peers=True)
+            if rank == chief:
+                yield messages.receive(word, other, tag)
                 word[0] = time.perf_counter_ns()
-                yield Polled(comm.Isend(word, other, _TAG).Test)
+                yield messages.send(word, other, tag)
             else:
-                yield Polled(comm.Isend(word, chief, _TAG).Test)
-                yield Polled(comm.Irecv(word, chief, _TAG).Test, waits_for_peers=True)
+                yield messages.send(word, chief, tag)
+                yield messages.receive(word, chief, tag)
                 now = time.perf_counter_ns()
                 error = (now - sent) // 2
                 best = min(best, (now, int(word[0]) - (sent + error), error), key=lambda found: found[2])

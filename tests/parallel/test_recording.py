@@ -18,10 +18,10 @@ def test_clocks_are_compared_with_that_of_the_first(rank, size, monkeypatch):
     ahead = 100 * 10**9
     shifted = types.SimpleNamespace(perf_counter_ns=lambda: time.perf_counter_ns() + rank * ahead)
     monkeypatch.setattr(recording, "time", shifted)
-    comm = MPI.COMM_WORLD.Dup()
-    communicator = control_communicator(MpiBootstrap(comm), 30.0)
+    communicator = control_communicator(MpiBootstrap(MPI.COMM_WORLD.Dup()), 30.0)
     before = shifted.perf_counter_ns()
-    when, offset, error = communicator.queue.start("clocks", recording.measure_clock(comm, range(size)[::-1])).wait()
+    steps = recording.measure_clock(communicator.backend.messages, range(size)[::-1])
+    when, offset, error = communicator.queue.start("clocks", steps).wait()
     assert before <= when <= shifted.perf_counter_ns()
     assert error < ahead
     assert abs(offset - (size - 1 - rank) * ahead) <= error

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from allred.arrays import Array, as_bytes
+from allred.comm.messages import Messages
 from allred.comm.ops import ReduceOp, narrow, widen
 from allred.comm.work import Steps, UserCodeError
 from allred.errors import AllredError, InputError
@@ -68,7 +69,7 @@ class Backend(ABC):
     checks_finite = False  # whether a reduction can find results that are not finite, see Communicator.nonfinite
     engine: "Segment | None" = None  # what runs several started operations at once; None: the caller runs one at a time
     fast_path: "Segment | None" = None  # a blocking allreduce of contiguous arrays, with checks, in one call into C
-    comm: Any = None  # the mpi4py communicator of these ranks, which the backend owns; None without MPI
+    messages: Messages | None = None  # between two of these ranks; None for one rank, and threads
     with_header: "WithHeader | None" = None  # exchanges headers and moves bytes as one operation, which needs no Python
 
     def __init__(self, rank: int, size: int) -> None:

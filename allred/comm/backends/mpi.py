@@ -21,6 +21,7 @@ from allred import arrays, native
 from allred.arrays import Array
 from allred.comm import header, ops
 from allred.comm.backends.backend import Backend
+from allred.comm.backends.mpi_messages import MpiMessages
 from allred.comm.ops import ReduceOp, narrow, widen
 from allred.comm.work import Polled, Steps
 
@@ -42,7 +43,7 @@ class MpiBackend(Backend):
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size())
-        self.comm = self._comm = comm
+        self._comm, self.messages = comm, MpiMessages(comm)
         self._owned: list[Array] = []  # MPI may read and write their memory at any time
         self._stage = self.allocate(CHUNK_BYTES, np.dtype(np.uint8))
         self._back_stage = self.allocate(CHUNK_BYTES, np.dtype(np.uint8))

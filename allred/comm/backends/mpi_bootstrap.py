@@ -7,6 +7,7 @@ from typing import TypeVar
 import numpy as np
 from mpi4py import MPI
 
+from allred.comm.backends.mpi_messages import MpiMessages
 from allred.comm.bootstrap import Bootstrap
 from allred.comm.work import Polled, Steps
 
@@ -54,6 +55,9 @@ class MpiBootstrap(Bootstrap):
             yield Polled(self.mpi.Irecv(byte, other, tag).Test, waits_for_peers=True)
         for other in others:
             yield Polled(self.mpi.Isend(byte, other, tag).Test)
+
+    def messages(self) -> MpiMessages:
+        return MpiMessages(self.mpi)
 
     def lowest_rank_on_node(self) -> int:
         node = self.mpi.Split_type(MPI.COMM_TYPE_SHARED)  # MPI has no nonblocking form of it

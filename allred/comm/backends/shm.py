@@ -53,7 +53,7 @@ class ShmBackend(Backend):
         arenas: list[mmap.mmap] | None = None,
     ) -> None:
         super().__init__(rank, size)
-        self.comm = None if bootstrap is None else bootstrap.mpi
+        self.messages = None if bootstrap is None else bootstrap.messages()
         self._bootstrap = bootstrap
         self._memory = memory
         self.segment = Segment(memory, rank, size, CHUNK_BYTES, np.zeros((2, 3)), _DTYPES, _OPS)
