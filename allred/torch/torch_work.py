@@ -286,6 +286,11 @@ class _TakenFuture(NamedTuple):
     in_backward: bool
 
 
+# taken: in the thread that completes works, the future that it completes. If its callbacks start further operations,
+# their futures belong to the thread that took this one.
+_completing = threading.local()
+
+
 class _FutureThread:
     """Completes works for a thread that sleeps after it has taken their futures: a wait in C++ does not call Python.
     While that thread runs, only it completes them, in a wait or at the end of a backward pass: callbacks may start
@@ -297,7 +302,10 @@ class _FutureThread:
         self._has_new, self._stops = threading.Event(), threading.Event()
 
     def add(self, work: TorchWork, in_backward: bool) -> None:
-        taken = _TakenFuture(weakref.ref(work), threading.get_native_id(), threading.get_ident(), in_backward)
+        completing: _TakenFuture | None = getattr(_completing, "taken", None)
+        own = (threading.get_native_id(), threading.get_ident())
+        thread, ident = (completing.thread, completing.ident) if completing is not None else own
+        taken = _TakenFuture(weakref.ref(work), thread, ident, in_backward)
         self._new.append(taken)
         self._has_new.set()
         if self._thread is None:
@@ -342,7 +350,13 @@ def _complete(taken: _TakenFuture, asleep: Collection[int]) -> bool:
         (taken.in_backward and frame.f_code is _BACKWARD_CODE)
         or frame.f_globals.get("__name__", "").startswith("allred.")
     )
-    return is_asleep and not is_busy and work.complete_in_thread()
+    if not is_asleep or is_busy:
+        return False
+    _completing.taken = taken
+    try:
+        return work.complete_in_thread()
+    finally:
+        _completing.taken = None
 
 
 def _thread_state(thread: int) -> str:

@@ -492,12 +492,26 @@ def futures_in_torch(rank, size):
     first = torch.futures.collect_all([future]).then(lambda all_: all_.value()[0].value()[0].clone())
     assert_same(torch.futures.wait_all([first]), [tensors[0]], size)
 
+    last = torch.futures.Future()
+    all_reduce_times(3, torch.ones(3), last)
+    assert_same(last.wait(), torch.full((3,), float(size**3)), size)
+
     registered = rank_tensor(rank, 4)
     torch._C._distributed_c10d._register_work(registered, dist.all_reduce(registered, async_op=True))
     gc.collect()
     for _ in range(5):  # each looks whether earlier operations are complete
         dist.all_reduce(torch.ones(2))
     assert_same(torch.ops._c10d_functional.wait_tensor(registered), sum(rank_tensor(r, 4) for r in range(size)), size)
+
+
+def all_reduce_times(count, tensor, last):
+    """Callbacks start the next operation; the future `last` gets the tensor of the last one."""
+
+    def on_complete(future):
+        (tensor,) = future.value()
+        last.set_result(tensor) if count == 1 else all_reduce_times(count - 1, tensor, last)
+
+    dist.all_reduce(tensor, async_op=True).get_future().add_done_callback(on_complete)
 
 
 def tools(rank, size):
