@@ -10,9 +10,8 @@ from allred.cluster import launcher, topology
 from allred.cluster.spec import CLIENT, SERVERS, ClusterSpec, Tasks, task_name, tf_config
 from allred.comm import functions
 from allred.errors import AllredError, ConfigError, InputError
-from allred.launch import rendezvous_client
 from allred.ps import context
-from allred.startup import Cluster, enter
+from allred.startup import Cluster, enter, join_in_init
 
 _NO_LIMIT_S = 1e9
 
@@ -143,6 +142,8 @@ def enter_rendezvous(
     listener: socket.socket | None = None,
     **arguments: Any,
 ) -> None:
-    """Join the other tasks without a launcher, as `init`; see `rendezvous_client.prepare`."""
-    rendezvous_client.prepare(addresses, task, secret, listener)
+    """Join the other tasks without a launcher, as `init`; see `rendezvous_bootstrap.connect`."""
+    from allred.launch.rendezvous_bootstrap import connect
+
+    join_in_init(connect(addresses, task, secret, listener))
     enter(None, cluster, **arguments)

@@ -5,7 +5,8 @@
 All ranks exchange their settings before one of them raises, so an unusable setting is the same error on all ranks. A
 rank without settings takes those of the chief, because launchers over ssh do not forward variables.
 
-Modules that only some jobs need (mode ps, clients) are imported where they are used, so that other jobs start sooner.
+Modules that only some jobs need (mode ps, clients, tasks) are imported where they are used, so that other jobs start
+sooner.
 """
 
 import contextlib
@@ -13,8 +14,8 @@ import dataclasses
 import os
 import socket
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from allred import arena, errors, log, native, numbering, world
 from allred.cluster import mpi, processors, topology
@@ -23,13 +24,12 @@ from allred.cluster.spec import CLIENT
 from allred.comm import recording, select
 from allred.comm.bootstrap import Bootstrap, SingleBootstrap
 from allred.comm.communicator import Communicator
-from allred.comm.create import NoCollectives, add_devices, control_communicator, create
+from allred.comm.create import NoCollectives, add_devices, create
 from allred.comm.process_set import PROCESS_SETS, ProcessSets
 from allred.comm.select import TransportFacts
 from allred.config import Config, explicit_settings, settle
 from allred.errors import AllredError, ConfigError, InputError
 from allred.gpu import streams
-from allred.launch import rendezvous_client
 from allred.runtime import detached, process_end
 from allred.watch import exit as exit_protocol
 from allred.watch import exit_callbacks, shm_files
@@ -40,6 +40,9 @@ from allred.watch.runner_link import address as runner_address
 from allred.watch.start import startup_timeout
 from allred.wording import count
 from allred.world import World
+
+if TYPE_CHECKING:
+    from allred.launch.rendezvous_bootstrap import RendezvousConnection
 
 _servers_ended = False  # whether this process has left mode ps, and the programs of its servers end
 
@@ -85,18 +88,25 @@ def init(
 class Cluster:
     """The cluster that this process is a task of.
 
-    workers_job: the name of the workers' job. lifeline: the descriptor of the rendezvous that reports the ends of tasks
-    which were started without a launcher; -1 with a launcher. tasks: the names of all tasks, by rank.
+    workers_job: the name of the workers' job. tasks: the names of all tasks, by rank.
     """
 
     workers_job: str = "worker"
-    lifeline: int = -1
     tasks: tuple[str, ...] = ()
 
     @property
     def clients(self) -> int:
         """The number of tasks that are clients."""
         return sum(task.startswith(f"/job:{CLIENT}/") for task in self.tasks)
+
+
+_connection: "RendezvousConnection | None" = None  # to the other tasks, which run without MPI
+
+
+def join_in_init(connection: "RendezvousConnection") -> None:
+    """Let init() join the tasks that no launcher has started. connection: of `rendezvous_bootstrap.connect`."""
+    global _connection
+    _connection = connection
 
 
 def enter(comm: Any, cluster: Cluster | None = None, **arguments: Any) -> None:
@@ -113,7 +123,8 @@ def enter(comm: Any, cluster: Cluster | None = None, **arguments: Any) -> None:
             "allred.init() after allred.shutdown() of mode ps: the parameter servers have left, and their programs "
             "have ended; keep one init() for the whole program, or let servers call allred.Server.join()"
         )
-    if comm is None and cluster is None:
+    connection = _connection if comm is None else None
+    if comm is None and connection is None:
         mpi.check_torchrun()
     settings: dict[str, Any] | str
     try:
@@ -121,19 +132,15 @@ def enter(comm: Any, cluster: Cluster | None = None, **arguments: Any) -> None:
     except ConfigError as error:
         settings = str(error)
     given = cluster or Cluster()
-    joined = rendezvous_client.take_joined()
-    if joined is not None:
-        given = dataclasses.replace(given, lifeline=joined.lifeline)
     try:
         watch.spawn_early(settings)
-        with startup_timeout(settings, given.lifeline):
-            _join_ranks(comm, settings, given, in_cluster=cluster is not None)
+        if connection is not None:
+            _join_tasks(connection, settings, given)
+        else:
+            with startup_timeout(settings):
+                _join_ranks(*_start_mpi(comm), settings, given)
     finally:
         watch.discard_spawned()
-        for name in joined.environment if joined is not None else ():  # not for child processes
-            os.environ.pop(name, None)
-    if joined is not None:
-        joined.report_mpi_started()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,39 +178,79 @@ class _Decisions:
         return len(self.nodes) - self.workers.stop
 
 
-def _join_ranks(comm: Any, settings: dict[str, Any] | str, cluster: Cluster, in_cluster: bool) -> None:
-    bootstrap, library = _start_mpi(comm, cluster.lifeline)
-    control = control_communicator(bootstrap, Config.timeout_s)
-    host = bootstrap.lowest_rank_on_node()
+def _join_ranks(bootstrap: Bootstrap, library: str, settings: dict[str, Any] | str, cluster: Cluster) -> None:
+    facts = _exchange_facts(bootstrap, library, settings)
+    _create_world(bootstrap, library, facts, cluster)
+
+
+def _join_tasks(connection: "RendezvousConnection", settings: dict[str, Any] | str, cluster: Cluster) -> None:
+    """Join the other tasks of a rendezvous. They start MPI only if something needs it."""
+    from allred.launch import rendezvous_client
+    from allred.launch.rendezvous_bootstrap import RendezvousBootstrap
+
+    global _connection
+    bootstrap = RendezvousBootstrap(connection)
+    facts = _exchange_facts(bootstrap, "", settings)
+    with _raised_by_all(bootstrap):
+        config = settle([each.settings for each in facts])
+        needs_mpi = config.mode == "ps" or cluster.clients > 0 or "mpi" in (config.backend, config.transport)
+        if needs_mpi or not all(each.transport.has_kernels for each in facts):
+            mpis = bootstrap.allgather_object(rendezvous_client.mpi_of_task())
+            if problem := rendezvous_client.mpi_problem(dict(zip(connection.tasks, mpis, strict=True))):
+                raise ConfigError(problem)
+            needs_mpi = True
+    if needs_mpi:
+        _connection = None
+        with connection.used_by_mpi(), startup_timeout(settings, connection.lifeline):
+            _join_ranks(*_start_mpi(None, connection.lifeline), settings, cluster)
+    else:
+        exit_protocol.take_over_without_mpi(bootstrap.rank, connection.lifeline)
+        _create_world(bootstrap, "no MPI", facts, cluster)
+    connection.report_start()
+
+
+def _exchange_facts(bootstrap: Bootstrap, library: str, settings: dict[str, Any] | str) -> list[_Facts]:
+    """Return the facts of all ranks. library: the name of the MPI; "" without one."""
+    has_mpi = bootstrap.mpi is not None
     may_use_gpus = isinstance(settings, dict) and settings.get("backend", "auto") in ("auto", "nccl")
     gpus = streams.visible_gpus() if may_use_gpus else streams.NO_GPUS
     own_mpirun = library.startswith("Open MPI") and not runner_address()  # `allred run` passes the hosts itself
     ignored = mpi.ignored_host_file(bootstrap.size) if own_mpirun else ""
-    transport = TransportFacts(host, bootstrap.mpi is not None, native.available, topology.fabric(), gpus)
-    own = mpi.world_rank(control.rank)
+    host = bootstrap.lowest_rank_on_node()
+    transport = TransportFacts(host, has_mpi, native.available, topology.fabric(), gpus)
+    own = mpi.world_rank(bootstrap.rank) if has_mpi else bootstrap.rank
     mine = _Facts(settings, host, processors.own_cores(), transport, ignored, own, world.last_generation)
-    facts: list[_Facts] = control.allgather_object(mine).wait()
-    bootstrap.generation = control.generation = 1 + max(each.generation for each in facts)
+    return bootstrap.allgather_object(mine)
+
+
+@contextlib.contextmanager
+def _raised_by_all(bootstrap: Bootstrap) -> Iterator[None]:
+    """Note that all ranks raise the error of this block, and release `bootstrap`."""
     try:
-        plan = _plan(facts, cluster)
+        yield
+    except (ConfigError, InputError) as error:
+        bootstrap.close()
+        error.raised_by_all = bootstrap.rank
+        raise
+
+
+def _create_world(bootstrap: Bootstrap, library: str, facts: list[_Facts], cluster: Cluster) -> None:
+    bootstrap.generation = 1 + max(each.generation for each in facts)
+    settings = facts[bootstrap.rank].settings
+    with _raised_by_all(bootstrap):
+        plan = _plan(facts, cluster, bootstrap.launcher_ends_job)
         if isinstance(settings, dict) and "network" in settings:  # may differ between hosts
             plan = dataclasses.replace(plan, config=dataclasses.replace(plan.config, network=settings["network"]))
-        recording.start(plan.config.timeline, control, plan.workers)
-    except (ConfigError, InputError) as error:
-        control.close()
-        error.raised_by_all = control.rank
-        raise
-    here = _world(plan, facts, control, bootstrap, cluster)
-    here.in_cluster = in_cluster
+        recording.start(plan.config.timeline, bootstrap, plan.workers)
+    here = _world(plan, facts, bootstrap, cluster)
     world.install(here)
-    _connect_servers_and_clients(here, plan, control, bootstrap.mpi, cluster)
-    _start_watchers(plan, facts, control, bootstrap)
+    _connect_servers_and_clients(here, plan, bootstrap, cluster)
+    _start_watchers(plan, facts, bootstrap)
     if numbers := _mpi_numbers([each.mpi_rank for each in facts]):
-        errors.mpi_numbers = f"ranks 0 to {control.size - 1} are ranks {numbers} of MPI.COMM_WORLD"
+        errors.mpi_numbers = f"ranks 0 to {bootstrap.size - 1} are ranks {numbers} of MPI.COMM_WORLD"
     cores, hosts = [each.cores for each in facts], [each.host for each in facts]
-    log.info(
-        _banner(here, library, numbers) + _limit_threads(here, processors.thread_limits(cores, hosts), control.rank)
-    )
+    limits = processors.thread_limits(cores, hosts)
+    log.info(_banner(here, library, numbers) + _limit_threads(here, limits, bootstrap.rank))
     if oversubscription := processors.oversubscription(cores, hosts):
         log.info(f"warning: {oversubscription}")
 
@@ -220,7 +267,7 @@ def _limit_threads(here: World, limits: list[int | None], rank: int) -> str:
     return f"; BLAS and torch limited to {shown} per rank"
 
 
-def _start_mpi(comm: Any, lifeline: int) -> tuple[Bootstrap, str]:
+def _start_mpi(comm: Any, lifeline: int = -1) -> tuple[Bootstrap, str]:
     """Start MPI. Return the Bootstrap of all ranks, on a communicator for allred alone, and the name of the MPI, or
     "no MPI"."""
     MPI, ours = mpi.load()  # noqa: N806  (mpi4py's spelling)
@@ -248,12 +295,12 @@ def _start_mpi(comm: Any, lifeline: int) -> tuple[Bootstrap, str]:
     return MpiBootstrap(duplicate, launcher_ends_job=lifeline < 0), library
 
 
-def _plan(facts: list[_Facts], cluster: Cluster) -> _Decisions:
+def _plan(facts: list[_Facts], cluster: Cluster, launcher_ends_job: bool) -> _Decisions:
     """Decide from the facts of all ranks. Raises ConfigError, the same on all ranks."""
     config = settle([each.settings for each in facts])
     if len({each.host for each in facts}) == 1 and facts[0].ignored_host_file:
         raise ConfigError(facts[0].ignored_host_file)
-    if cluster.lifeline >= 0 and not config.watcher:
+    if not launcher_ends_job and not config.watcher:
         raise ConfigError(
             "ALLRED_WATCHER=0 is for jobs with a launcher, which ends all ranks when one dies; tasks that were "
             "started without a launcher have only the watchers"
@@ -278,13 +325,11 @@ def _servers(config: Config, ranks: int) -> int:
     return config.num_ps
 
 
-def _world(
-    plan: _Decisions, facts: list[_Facts], control: Communicator, bootstrap: Bootstrap, cluster: Cluster
-) -> World:
+def _world(plan: _Decisions, facts: list[_Facts], bootstrap: Bootstrap, cluster: Cluster) -> World:
     """Create the communicators of this rank, and its World. Collective."""
-    config, rank, workers = plan.config, control.rank, plan.workers
+    config, rank, workers = plan.config, bootstrap.rank, plan.workers
     if rank in workers:
-        communicator, of_workers = _communicator(plan, control, bootstrap)
+        communicator, of_workers = _communicator(plan, bootstrap)
     else:
         communicator, of_workers = NoCollectives(config.timeout_s, is_client=rank >= workers.stop), plan.facts
         arena.disable("this rank reduces no gradients")
@@ -293,7 +338,6 @@ def _world(
         communicator.backend.let_callers_sleep()
     if rank in workers and plan.nodes[rank] in plan.nodes[: workers.start]:  # servers read gradients from arenas
         arena.enable(config.arena, plan.nodes.count(plan.nodes[rank]))
-    communicator.queue.timeout_s = control.queue.timeout_s = config.timeout_s
     communicator.checks_places = config.check == "full"
     recording.attach(communicator, "all ranks")
     if rank in workers:
@@ -308,20 +352,17 @@ def _world(
         workers_job=cluster.workers_job,
         cores=processors.share(cores, hosts, rank),
         generation=bootstrap.generation,
+        in_cluster=bool(cluster.tasks),
     )
-    PROCESS_SETS.set(here, ProcessSets(bootstrap, control, plan.servers, communicator, plan.facts, of_sets))
-    here.queues.update((control.queue, communicator.queue))
+    PROCESS_SETS.set(here, ProcessSets(bootstrap, plan.servers, communicator, plan.facts, of_sets))
+    here.queues.add(communicator.queue)
     return here
 
 
-def _communicator(
-    plan: _Decisions, control: Communicator, bootstrap: Bootstrap
-) -> tuple[Communicator, list[TransportFacts]]:
+def _communicator(plan: _Decisions, bootstrap: Bootstrap) -> tuple[Communicator, list[TransportFacts]]:
     """Create the communicator of the workers, and their arenas. Collective among them."""
     choice = select.plan(plan.facts, plan.config)
     arena.disable(_why_no_arena(choice.backend, len(plan.workers)))
-    if choice.backend == control.name and len(plan.workers) == len(plan.nodes):
-        return control, plan.facts
     if choice.backend == "shm":
         arena.enable(plan.config.arena, len(plan.workers))
     communicator, facts = create(bootstrap.subset(plan.workers), plan.facts, plan.config)
@@ -337,35 +378,33 @@ def _why_no_arena(backend: str, size: int) -> str:
     return "backend mpi" if backend == "mpi" else "the ranks are on several nodes"
 
 
-def _connect_servers_and_clients(
-    here: World, plan: _Decisions, control: Communicator, duplicate: Any, cluster: Cluster
-) -> None:
+def _connect_servers_and_clients(here: World, plan: _Decisions, bootstrap: Bootstrap, cluster: Cluster) -> None:
     """Create the communicators of mode ps and of clients. Collective."""
-    rank, workers = control.rank, plan.workers
+    rank, workers = bootstrap.rank, plan.workers
     if plan.servers:
         from allred.ps.context import CONTEXT, Context
 
         ranks = tuple(plan.nodes[: workers.stop])
-        ps = Context(duplicate.Dup(), rank, plan.servers, ranks, plan.config, joins=here.in_cluster)
+        ps = Context(bootstrap.mpi.Dup(), rank, plan.servers, ranks, plan.config, joins=here.in_cluster)
         CONTEXT.set(here, ps if rank < workers.stop else None)
         if rank in workers:
             process_end.register(_leave_servers)
     if plan.clients:
         from allred.client.call import CLIENT_GROUP, ClientGroup
 
-        CLIENT_GROUP.set(here, ClientGroup(duplicate.Dup(), rank, cluster.tasks, plan.clients, plan.config))
+        CLIENT_GROUP.set(here, ClientGroup(bootstrap.mpi.Dup(), rank, cluster.tasks, plan.clients, plan.config))
         if rank >= workers.stop:
             process_end.register(_leave_workers)
 
 
-def _start_watchers(plan: _Decisions, facts: list[_Facts], control: Communicator, bootstrap: Bootstrap) -> None:
-    everyone = numbering.number(plan.nodes, control.rank)
+def _start_watchers(plan: _Decisions, facts: list[_Facts], bootstrap: Bootstrap) -> None:
+    everyone = numbering.number(plan.nodes, bootstrap.rank)
     reach = "network" if len({each.host for each in facts}) > 1 else "host" if everyone.nodes > 1 else ""
     expendable = tuple(plan.workers) if plan.servers else ()
-    watch.start(control, everyone, plan.config, reach, expendable=expendable, launcher=bootstrap.launcher_ends_job)
+    watch.start(bootstrap, everyone, plan.config, reach, expendable=expendable, launcher=bootstrap.launcher_ends_job)
     if plan.servers or plan.clients:
         watch.set_role(topology.role())
-    elif (number := facts[control.rank].mpi_rank) != control.rank:
+    elif (number := facts[bootstrap.rank].mpi_rank) != bootstrap.rank:
         watch.set_role(f"rank {number} of MPI.COMM_WORLD")
 
 

@@ -22,17 +22,6 @@ from allred.gpu.streams import Device
 from allred.numbering import number
 
 
-def control_communicator(bootstrap: Bootstrap, timeout_s: float) -> Communicator:
-    """Make the communicator that init() uses before a transport is chosen: on MPI alone; without MPI, of one rank. It
-    owns `bootstrap`."""
-    if bootstrap.mpi is None:
-        assert bootstrap.size == 1, "several ranks without MPI"
-        return Communicator(SingleBackend(), timeout_s)
-    from allred.comm.backends.mpi import MpiBackend  # imports MPI
-
-    return Communicator(MpiBackend(bootstrap.mpi), timeout_s)
-
-
 def create(
     bootstrap: Bootstrap, facts: list[TransportFacts], config: Config
 ) -> tuple[Communicator, list[TransportFacts]]:
@@ -63,7 +52,9 @@ def _create(
         bootstrap.close()
         return Communicator(SingleBackend(), config.timeout_s), facts
     if chosen == "mpi":
-        return control_communicator(bootstrap, config.timeout_s), facts
+        from allred.comm.backends.mpi import MpiBackend  # imports MPI
+
+        return Communicator(MpiBackend(bootstrap.mpi), config.timeout_s), facts
     if chosen == "tcp":
         from allred.comm.backends import tcp
 

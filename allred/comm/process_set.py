@@ -32,14 +32,13 @@ from allred.errors import InputError
 class ProcessSets:
     """The communicators of the process sets of a world, and what they are created from.
 
-    bootstrap: of all ranks of the world; the workers come after `servers` servers. control: their communicator.
-    everyone: the communicator of all workers, possibly `control`. facts: of each worker. config: with the transport of
+    bootstrap: of all ranks of the world; the workers come after `servers` servers. everyone: the communicator of all
+    workers. facts: of each worker. config: with the transport of
     all workers, not auto, if they are on several nodes. made: the communicators by ranks, shared by equal sets; and by
     the keys of `_subgroup`.
     """
 
     bootstrap: Bootstrap
-    control: Communicator
     servers: int
     everyone: Communicator
     facts: list[TransportFacts]
@@ -83,8 +82,7 @@ class ProcessSets:
         for communicator in self.made.values():
             communicator.close()
         self.made.clear()
-        if self.control is not self.everyone:
-            self.control.close()
+        self.bootstrap.close()
 
 
 def communicators() -> list[Communicator]:
@@ -187,6 +185,8 @@ def _translated(comm: Any) -> list[int]:
     """Return the numbers of the members of an mpi4py communicator."""
     base = _current()
     if base.bootstrap.mpi is None:
+        if base.bootstrap.size > 1:
+            raise InputError(f"ProcessSet({comm!r}): this job runs without MPI; pass a list of ranks")
         return [0]
     group = comm.Get_group()
     numbers = group.Translate_ranks(None, base.bootstrap.mpi.Get_group())

@@ -8,23 +8,24 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from allred import world
+from allred.comm.bootstrap import Bootstrap
 from allred.comm.communicator import Communicator
 from allred.comm.messages import Messages
-from allred.comm.work import Steps
+from allred.comm.work import Steps, WorkQueue
 from allred.errors import InputError
 from allred.timeline import recorder
 from allred.timeline.recorder import Track
 
 _REQUESTS = 20  # to each rank; the first ones are slower
 
-_compared: tuple[Communicator, range] | None = None  # the arguments of `start`, during a timeline
+_compared: tuple[Bootstrap, range] | None = None  # the arguments of `start`, during a timeline
 
 
-def start(directory: str, control: Communicator, workers: range) -> None:
+def start(directory: str, bootstrap: Bootstrap, workers: range) -> None:
     """Start a timeline in a file of this rank in `directory`; "none" and "": no timeline. Collective.
 
-    control: the communicator of all ranks. workers: the ranks of the workers; parameter servers have lower ranks,
-    clients higher ones.
+    bootstrap: of all ranks. workers: the ranks of the workers; parameter servers have lower ranks, clients higher ones.
     Raises InputError on all ranks if one of them cannot write to the directory.
     """
     global _compared
@@ -34,10 +35,10 @@ def start(directory: str, control: Communicator, workers: range) -> None:
     mine, problem = None, ""
     try:
         os.makedirs(os.path.abspath(directory), exist_ok=True)
-        mine = recorder.Recorder(os.path.join(os.path.abspath(directory), f"rank-{control.rank}.timeline"))
+        mine = recorder.Recorder(os.path.join(os.path.abspath(directory), f"rank-{bootstrap.rank}.timeline"))
     except OSError as error:
         problem = f"{error.strerror}: {error.filename}"
-    gathered = control.allgather_object((problem, secrets.token_hex(8), socket.gethostname())).wait()
+    gathered = bootstrap.allgather_object((problem, secrets.token_hex(8), socket.gethostname()))
     problems = [f"rank {rank} on {host}: {text}" for rank, (text, _, host) in enumerate(gathered) if text]
     if problems:
         if mine is not None:
@@ -49,14 +50,14 @@ def start(directory: str, control: Communicator, workers: range) -> None:
     assert mine is not None
     mine.begin(
         {
-            "job": gathered[0][1], "rank": control.rank, "size": control.size, "time": time.time(),
-            "start": time.perf_counter_ns(), "name": _name(control.rank, workers, control.size),
+            "job": gathered[0][1], "rank": bootstrap.rank, "size": bootstrap.size, "time": time.time(),
+            "start": time.perf_counter_ns(), "name": _name(bootstrap.rank, workers, bootstrap.size),
             "host": socket.gethostname(), "pid": os.getpid(),
         }
     )  # fmt: skip
     recorder.install(mine)
-    _compared = control, workers
-    _compare_clocks(control, [*workers, *(rank for rank in range(control.size) if rank not in workers)])
+    _compared = bootstrap, workers
+    _compare_clocks(bootstrap, [*workers, *(rank for rank in range(bootstrap.size) if rank not in workers)])
 
 
 def _name(rank: int, workers: range, size: int) -> str:
@@ -80,11 +81,12 @@ def compare_clocks_again() -> None:
         _compare_clocks(*_compared)
 
 
-def _compare_clocks(control: Communicator, ranks: Sequence[int]) -> None:
+def _compare_clocks(bootstrap: Bootstrap, ranks: Sequence[int]) -> None:
     assert recorder.current is not None
     found = time.perf_counter_ns(), 0, 0
-    if (messages := control.backend.messages) is not None and len(ranks) > 1:
-        found = control.queue.start("the comparison of clocks", measure_clock(messages, ranks)).wait()
+    if (messages := bootstrap.messages()) is not None and len(ranks) > 1:
+        queue = WorkQueue(world.config().timeout_s)
+        found = queue.start("the comparison of clocks", measure_clock(messages, ranks)).wait()
     recorder.current.add(("clock", *found))
 
 

@@ -56,7 +56,8 @@ def plan(facts: Sequence[TransportFacts], config: Config) -> Choice:
     wanted = config.backend
     if wanted == "single" and len(facts) > 1:
         raise ConfigError(f"backend 'single' is for one rank, but there are {len(facts)}; use auto, shm or mpi")
-    if wanted in ("mpi", "shm") and not facts[0].has_mpi:
+    has_mpi = all(each.has_mpi for each in facts)
+    if not has_mpi and (wanted == "mpi" or (wanted == "shm" and len(facts) == 1)):
         raise ConfigError(f"backend '{wanted}' needs an MPI, but none could be loaded; pip install mpich")
     if wanted == "shm" and lacking:
         raise ConfigError(
@@ -65,6 +66,8 @@ def plan(facts: Sequence[TransportFacts], config: Config) -> Choice:
         )
     between, network = _between(facts, config, lacking)
     within, why = _within(facts, wanted, between, lacking)
+    if not has_mpi and "mpi" in (within, between):
+        raise ConfigError(f"this needs MPI: {why if within == 'mpi' else network}; start the ranks with mpirun")
     host = Choice(within, between, "", ())
     device, how = _device(facts, config, host)
     return dataclasses.replace(host, device=device, reasons=tuple(filter(None, (why, network, how))))
@@ -87,11 +90,12 @@ def _between(facts: Sequence[TransportFacts], config: Config, lacking: str) -> t
             f"ALLRED_TRANSPORT=tcp needs the C extension, but {lacks} (python -m allred.native shows the reason); or "
             "use ALLRED_TRANSPORT=mpi"
         )
-    fabric = next((each.fabric for each in facts if each.fabric and wanted == "auto"), "")
+    fabric = next((each.fabric for each in facts if each.fabric and each.has_mpi and wanted == "auto"), "")
     if lacks or fabric:
         return "mpi", f"MPI between nodes: {lacks or fabric}"
     if wanted == "auto":
-        return "tcp", "TCP between nodes: no InfiniBand, EFA or Slingshot"
+        without = "no InfiniBand, EFA or Slingshot" if facts[0].has_mpi else "no MPI, which other networks need"
+        return "tcp", f"TCP between nodes: {without}"
     return wanted, f"{wanted.upper()} between nodes, as requested"
 
 

@@ -1,19 +1,21 @@
 """A Bootstrap that uses the rendezvous process of tasks without a launcher, and no MPI."""
 
 import base64
+import contextlib
 import hashlib
 import os
 import select
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from allred import world
+from allred import config, world
 from allred.comm.bootstrap import Bootstrap
 from allred.comm.work import Polled, Steps
+from allred.config import Config
 from allred.errors import AllredError, CollectiveTimeout
-from allred.launch.rendezvous_client import Joined, shared_memory_domain
+from allred.launch.rendezvous_client import Joined, rendezvous, shared_memory_domain
 from allred.runtime.channel import Channel
 from allred.runtime.timings import EXCHANGE_POLL_S
 
@@ -58,16 +60,33 @@ class RendezvousBootstrap(Bootstrap):
         return self._connection.begin(members, value, f"{self.generation} {title}")
 
 
-class RendezvousConnection:
-    """The connection of this task to the rendezvous process. limit_s: how long an exchange may take, in seconds."""
+def connect(
+    addresses: Mapping[str, str], task: str, secret: str, listener: socket.socket | None = None
+) -> "RendezvousConnection":
+    """Wait until all tasks have called it. Return the connection to them.
 
-    def __init__(self, joined: Joined, limit_s: float) -> None:
-        self.rank, self.size = joined.rank, joined.size
+    addresses: host:port of all tasks by name, in rank order. listener: the socket at this task's address, if it is open
+    already. Raises ConfigError if this task cannot take part, CollectiveTimeout at the time limit.
+    """
+    settings = config.explicit_settings(os.environ, {})
+    start_s, limit_s = (settings.get(name, getattr(Config, name)) for name in ("start_timeout_s", "timeout_s"))
+    joined = rendezvous(addresses, task, secret, start_s, listener)
+    return RendezvousConnection(joined, limit_s, tuple(addresses))
+
+
+class RendezvousConnection:
+    """The connection of this task to the rendezvous process. limit_s: how long an exchange may take, in seconds. tasks:
+    the names of all. lifeline: the descriptor of the connection that reports the end of this task."""
+
+    def __init__(self, joined: Joined, limit_s: float, tasks: tuple[str, ...] = ()) -> None:
+        self.tasks = tasks
+        self.rank, self.size, self.lifeline = joined.rank, joined.size, joined.lifeline
+        self._joined, self._limit_s = joined, limit_s
         self._channel = Channel(socket.socket(fileno=joined.pmi))
-        self._lifeline, self._limit_s = joined.lifeline, limit_s
         self._poller = select.poll()  # the connection of PMI-1 carries the exchanges
         for file in (joined.pmi, joined.lifeline):
             self._poller.register(file, select.POLLIN)
+        os.register_at_fork(after_in_child=self.close)
         self._exchanges: dict[str, int] = defaultdict(int)  # how many exchanges were begun, by members and title
         self._values: dict[str, list[bytes]] = {}  # the values that have arrived, by the key of the exchange
         self._sizes: dict[str, int] = {}  # the number of members, by the key
@@ -107,6 +126,23 @@ class RendezvousConnection:
         del self._sizes[key]
         return self._values.pop(key)
 
+    def report_start(self) -> None:
+        """Report that the watchers run: the rendezvous process does not report the ends of tasks any more."""
+        with contextlib.suppress(OSError):  # the process has ended; the watchers do not need it
+            os.write(self.lifeline, b"up\n")
+
+    @contextlib.contextmanager
+    def used_by_mpi(self) -> Iterator[None]:
+        """Give the connection to MPICH, which is started in this block. It makes no exchanges afterwards."""
+        file = self._channel.detach().detach()
+        variables = {"PMI_FD": str(file), "PMI_RANK": str(self.rank), "PMI_SIZE": str(self.size)}
+        os.environ.update(variables)
+        try:
+            yield
+        finally:
+            for name in variables:  # not for child processes
+                os.environ.pop(name, None)
+
     def close(self) -> None:
         self._channel.close()
 
@@ -115,12 +151,12 @@ class RendezvousConnection:
             raise self._error
         ready = [file for file, _ in self._poller.poll(timeout_s * 1000)]
         try:
-            if self._lifeline in ready:
-                raise ConnectionError(os.read(self._lifeline, 4096).decode(errors="replace").strip())
+            if self.lifeline in ready:
+                raise ConnectionError(os.read(self.lifeline, 4096).decode(errors="replace").strip())
             lines = self._channel.receive_lines() if ready else []
         except (OSError, ValueError) as error:
             why = (
-                str(error) if self._lifeline in ready else f"the connection to the rendezvous process was lost: {error}"
+                str(error) if self.lifeline in ready else f"the connection to the rendezvous process was lost: {error}"
             )
             self._error = AllredError(why or "the rendezvous process of the job has ended")
             raise self._error from None

@@ -1,8 +1,8 @@
 """The rendezvous of a task that was started without mpirun: it waits until all tasks have connected.
 
 A process at the first task's address serves it (rendezvous_server.py). The result is two connections to this process:
-one with PMI-1 for the start of MPI, and one that reports the end of this task, and of the others during MPI_Init.
-`prepare` does that before init(), which starts MPI with it.
+one for exchanges between the tasks (rendezvous_bootstrap.py), or for PMI-1 if the tasks start MPI; and one that reports
+the end of this task, and of the others until all have started.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from allred import config, log, native
+from allred import log, native
 from allred.cluster import mpi
 from allred.errors import AllredError, CollectiveTimeout, ConfigError
 from allred.launch.rendezvous_server import PURPOSE
@@ -38,11 +38,6 @@ class Joined:
     lifeline: int
     listener: socket.socket | None
 
-    @property
-    def environment(self) -> dict[str, str]:
-        """The environment variables with which MPICH starts."""
-        return {"PMI_FD": str(self.pmi), "PMI_RANK": str(self.rank), "PMI_SIZE": str(self.size)}
-
     def __post_init__(self) -> None:
         os.register_at_fork(after_in_child=self._forked)
 
@@ -51,14 +46,6 @@ class Joined:
         os.close(self.lifeline)
         if self.listener is not None:
             self.listener.close()
-
-    def report_mpi_started(self) -> None:
-        with contextlib.suppress(OSError):  # the process has ended; the watchers do not need it
-            os.write(self.lifeline, b"up\n")
-
-
-_joined: Joined | None = None  # of the next init()
-_listeners: list[socket.socket] = []  # kept open until the end, so that no other program takes the address
 
 
 class Connector:
@@ -125,27 +112,22 @@ def rendezvous(
     task: str,
     secret: str,
     limit_s: float,
-    mpi: str,
-    problem: str = "",
     listener: socket.socket | None = None,
 ) -> Joined:
     """Wait until all tasks have connected, `limit_s` seconds at most.
 
-    addresses: of all tasks by name, in rank order. mpi: the MPI of this Python. problem: why this task cannot take
-    part; it is sent to the others. listener: the socket at this task's address, if it is open already. Raises
-    ConfigError if this task cannot take part or is refused; CollectiveTimeout at the limit.
+    addresses: of all tasks by name, in rank order. listener: the socket at this task's address, if it is open already.
+    Raises ConfigError if this task cannot take part or is refused; CollectiveTimeout at the limit.
     """
     detached.keep_standard_files()
     first = next(iter(addresses))
     where = look_up({first: addresses[first]})
     connector = Connector(addresses, task, secret)
-    hello: dict[str, Any] = {"task": task, "addresses": dict(addresses), "mpi": mpi, "node": shared_memory_domain()}
+    hello: dict[str, Any] = {"task": task, "addresses": dict(addresses), "node": shared_memory_domain()}
     hello |= {"host": socket.gethostname(), "pid": os.getpid(), "user": os.geteuid()}
     try:
         where = look_up(addresses)
         check_addresses(addresses, where, secret)
-        if problem:
-            raise ConfigError(problem)
         listener = listener or listen(task, addresses[task], where[task])
     except ConfigError as error:
         if task != first:
@@ -307,43 +289,28 @@ def open_listener(on_one_host: bool, other_host: str) -> tuple[socket.socket, st
     return listener, f"{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
 
-def prepare(addresses: Mapping[str, str], task: str, secret: str, listener: socket.socket | None = None) -> None:
-    """Wait until all tasks have called it; then the next init() joins them.
-
-    addresses: host:port of all tasks by name, in rank order. listener: the socket at this task's address, if it is open
-    already. Raises ConfigError if this task cannot take part, CollectiveTimeout at the time limit.
-    """
-    global _joined
-    settings = config.explicit_settings(os.environ, {})
-    limit_s = settings.get("start_timeout_s", config.Config.start_timeout_s)
-    library, problem = _mpi()
-    _joined = rendezvous(addresses, task, secret, limit_s, library, problem, listener)
-    if _joined.listener is not None:
-        _listeners.append(_joined.listener)
-    os.environ.update(_joined.environment)
-
-
-def take_joined() -> Joined | None:
-    """Return the result of `prepare` for init(), once; None without a rendezvous."""
-    global _joined
-    joined, _joined = _joined, None
-    return joined
-
-
-def _mpi() -> tuple[str, str]:
-    """Return the name of the MPI library, and why tasks cannot start without a launcher; "" if they can."""
+def mpi_of_task() -> tuple[str, str]:
+    """Return the name of the MPI library, and why it cannot be started without a launcher; "" if it can."""
     library, is_running = mpi.load_library()
     if is_running:
         return library, (
             "MPI is running already, started by `from mpi4py import MPI` in this program or a library, and tasks that "
-            'mpirun has not started cannot be joined then; call allred.Server() or init_process_group("allred") before '
-            "it, or use mpirun"
+            "mpirun has not started cannot be joined then; call allred.Server() before it, or use mpirun"
         )
     if not library or library.startswith("Open MPI"):
-        return library, (
-            f"tasks that mpirun has not started need MPICH, and this Python has {library or 'no MPI'}: "
-            "pip install mpich, or use mpirun"
-        )
+        return library, f"this Python has {library or 'no MPI'}: pip install mpich"
     if native.arm_exit is None:
-        return library, f"tasks that mpirun has not started need allred's C extension: {native.reason}"
+        return library, f"the tasks need allred's C extension: {native.reason}"
     return library, ""
+
+
+def mpi_problem(mpis: Mapping[str, tuple[str, str]]) -> str:
+    """Return why the tasks cannot start MPI; "" if they can. mpis: `mpi_of_task` of each, by name."""
+    what = "mode ps, clients and backend mpi, without mpirun, need MPICH"
+    (first, (library, _)), *_ = mpis.items()
+    for task, (other, problem) in mpis.items():
+        if problem:
+            return f"{what}; {task}: {problem}"
+        if other != library:
+            return f"{what}; {first} has {library}, but {task} has {other}; install the same in all environments"
+    return ""

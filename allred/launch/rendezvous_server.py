@@ -7,9 +7,9 @@ PMI-1. A task sends the lines "up" and "left". A line sent to a task after "go" 
 If the first task ends before all have connected, this process ends; the others try to connect again. A task that is
 restarted while its job runs waits for the end of the job.
 
-The hello of a task has `task`, its name; `addresses` of all tasks by name; `mpi`, name and version; `node`, `host`,
-`pid`, `user` (a number); or `problem`, if it cannot take part. The reason of a refusal is sent to the refused task and
-to the waiting tasks, because these may be wrong. The job continues, because the user may start the right task.
+The hello of a task has `task`, its name; `addresses` of all tasks by name; `node`, `host`, `pid`, `user` (a number); or
+`problem`, if it cannot take part. The reason of a refusal is sent to the refused task and to the waiting tasks, because
+these may be wrong. The job continues, because the user may start the right task.
 """
 
 import dataclasses
@@ -34,10 +34,9 @@ class _Task:
     host: str
     pid: int
     node: str
-    mpi: str
     user: int
     is_connected: bool = True
-    mpi_is_up: bool = False  # MPI has started, and the watchers run
+    has_started: bool = False  # the watchers run
     ended: str = ""  # "left" after success, "gone" after a failure
 
 
@@ -67,10 +66,8 @@ class RendezvousState:
                 f"{who} was started a second time; pid {other.pid} on {other.host} is {name} already. Give each task "
                 "its own task_index"
             )
-        task = _Task(str(hello["host"]), int(hello["pid"]), str(hello["node"]), str(hello["mpi"]), int(hello["user"]))
+        task = _Task(str(hello["host"]), int(hello["pid"]), str(hello["node"]), int(hello["user"]))
         for there, other in self._tasks.items():
-            if other.mpi != task.mpi:
-                return f"{who} has {task.mpi}, but {there} has {other.mpi}; install the same in all environments"
             if other.node == task.node and other.user != task.user:
                 return (
                     f"{who} is of user {task.user}, but {there} of user {other.user}; on one machine they share "
@@ -106,16 +103,16 @@ class RendezvousState:
 
     # Afterwards.
 
-    def mpi_started(self, name: str) -> None:
-        """A task has finished MPI_Init."""
-        self._tasks[name].mpi_is_up = True
+    def started(self, name: str) -> None:
+        """A task has started; the watchers report its end."""
+        self._tasks[name].has_started = True
 
     def finished(self, name: str) -> None:
         """A task has ended without an error, and waits in MPI_Finalize for the others."""
         self._tasks[name].ended = "left"
 
     def disconnect(self, name: str) -> tuple[list[str], str]:
-        """A task has disconnected. Return the tasks that block in MPI_Init because of it, and the message for them."""
+        """A task has disconnected. Return the tasks that wait for it while they start, and the message for them."""
         task = self._tasks[name]
         task.is_connected = False
         if not self.all_connected:
@@ -123,8 +120,8 @@ class RendezvousState:
             return [], ""
         if not task.ended:
             task.ended = "gone"
-        start = [each for each, other in self._tasks.items() if not (other.mpi_is_up or other.ended)]
-        what = f"{name} (pid {task.pid} on {task.host}) has ended while MPI started; this task ends, too"
+        start = [each for each, other in self._tasks.items() if not (other.has_started or other.ended)]
+        what = f"{name} (pid {task.pid} on {task.host}) has ended while the tasks started; this task ends, too"
         return (start, what) if task.ended == "gone" else ([], "")
 
     def blocked_in_finalize(self) -> list[str]:
@@ -214,7 +211,7 @@ class RendezvousServer:
         for word in words:
             if word not in ("up", "left"):
                 raise ValueError(word)
-            {"up": self._state.mpi_started, "left": self._state.finished}[word](name)
+            {"up": self._state.started, "left": self._state.finished}[word](name)
         self._send_text(self._state.blocked_in_finalize(), "")
 
     def _on_task_end(self, name: str) -> None:

@@ -177,9 +177,7 @@ class _ThreadProcessSets(ProcessSets):
     """The process sets of a rank that is a thread."""
 
     def __init__(self, ranks: _Ranks, everyone: Communicator, nodes: list[int]) -> None:
-        super().__init__(
-            SingleBootstrap(), everyone, 0, everyone, [TransportFacts(node) for node in nodes], ranks.config
-        )
+        super().__init__(SingleBootstrap(), 0, everyone, [TransportFacts(node) for node in nodes], ranks.config)
         self._ranks = ranks
 
     def create(self, ranks: tuple[int, ...], title: str, parent: Communicator | None = None) -> Steps[Communicator]:

@@ -37,8 +37,9 @@ from allred.watch.exit_callbacks import delayed_handlers
 _TELL, _AWAIT, _RELEASED, _STAY, _LINGER = range(5)  # as in csrc/python/exit.h
 
 _pid = 0  # of the rank's own process, not of its forks
+_is_rank = False  # after `take_over` or `take_over_without_mpi`
 _mpi: Any = None  # mpi4py.MPI, after `take_over`
-_number = 0  # of this rank in MPI.COMM_WORLD
+_number = 0  # of this rank in MPI.COMM_WORLD, or without MPI
 _arm: Callable[..., bool] | None = None  # the C extension's, where that decides
 _stuck = False
 _grace_end = float("inf")
@@ -74,21 +75,36 @@ def take_over(MPI: Any, finalizes: bool, lifeline: int = -1) -> None:  # noqa: N
     finalizes: whether allred finalizes MPI. lifeline: the descriptor that reports the end of this process to the
     others, if no launcher started it; else -1 (csrc/python/exit.h).
     """
-    global _pid, _mpi, _arm, _pmi, _lifeline, _number
+    global _mpi
     if _mpi is not None and _pid == os.getpid():
         return
-    _pid, _mpi, _pmi, _lifeline, _number = os.getpid(), MPI, None, lifeline, MPI.COMM_WORLD.Get_rank()
-    process_end.unregister(_leave)
-    if MPI.COMM_WORLD.Get_size() > 1 or runner_link.address():
-        excepthook.watch(_end_soon)
-        if finalizes and native.arm_exit is not None:
-            mpi, arm = _functions(MPI), native.arm_exit
-            _arm = lambda text, code, fd, duty, grace_s, status: arm(  # noqa: E731
-                mpi, _who(), text, code, _stuck, fd, duty, lifeline, grace_s, status
-            )
-            if not _arm("", 0, -1, _TELL, -1.0, 0):
-                _arm = None
+    _mpi = MPI
+    several = MPI.COMM_WORLD.Get_size() > 1 or bool(runner_link.address())
+    _take_over(MPI.COMM_WORLD.Get_rank(), lifeline, several, _functions(MPI) if several and finalizes else None)
     process_end.register(_leave, finalizes)
+
+
+def take_over_without_mpi(rank: int, lifeline: int) -> None:
+    """As `take_over`, for rank `rank` of several that run without MPI."""
+    if not _is_rank or _pid != os.getpid():
+        _take_over(rank, lifeline, True, (0, 0, 0, 0))
+        process_end.register(_leave, False)
+
+
+def _take_over(number: int, lifeline: int, several: bool, mpi: tuple[int, int, int, int] | None) -> None:
+    """mpi: the functions of MPI that C calls; None: C does nothing."""
+    global _pid, _is_rank, _arm, _pmi, _lifeline, _number
+    _pid, _is_rank, _pmi, _lifeline, _number = os.getpid(), True, None, lifeline, number
+    process_end.unregister(_leave)
+    if several:
+        excepthook.watch(_end_soon)
+    if mpi is not None and native.arm_exit is not None:
+        arm = native.arm_exit
+        _arm = lambda text, code, fd, duty, grace_s, status: arm(  # noqa: E731
+            mpi, _who(), text, code, _stuck, fd, duty, lifeline, grace_s, status
+        )
+        if not _arm("", 0, -1, _TELL, -1.0, 0):
+            _arm = None
 
 
 def stuck() -> None:
@@ -229,15 +245,15 @@ def _printable(words: str) -> str:
 
 def _who() -> str:
     """Name this rank by its number in the world, and in MPI if that is another one."""
-    number = os.environ.get("PMI_RANK", "?") if _mpi is None else _number
+    number = _number if _is_rank else os.environ.get("PMI_RANK", "?")
     here = world.current_or_none()
-    rank = number if here is None or _mpi is None else here.topology.world_rank
+    rank = here.topology.world_rank if here is not None and _is_rank else number
     more = "" if rank == number else f" (rank {number} of MPI.COMM_WORLD)"
     return f"rank {rank}{more} on {socket.gethostname()}"
 
 
 def _end_job(what: str, status: int) -> None:
-    if _mpi is None and not _waits_before_mpi():
+    if not _is_rank and not _waits_before_mpi():
         return
     _print(what)
     if _lifeline >= 0:

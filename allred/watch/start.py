@@ -54,9 +54,9 @@ def _take_spawned() -> detached.Process | None:
 
 
 def start(
-    communicator: Any, shape: Numbering, config: Config, reach: str, expendable: tuple[int, ...], launcher: bool
+    bootstrap: Any, shape: Numbering, config: Config, reach: str, expendable: tuple[int, ...], launcher: bool
 ) -> None:
-    """Start a watcher on every node and connect all ranks of `communicator`. Collective.
+    """Start a watcher on every node and connect all ranks of `bootstrap`. Collective.
 
     reach: how the watchers reach each other: "" with one node, "host" if all nodes are on this host, else "network".
     expendable: the ranks that are expendable with worker_failure=go_on. launcher: whether a launcher started the ranks,
@@ -68,10 +68,10 @@ def start(
     if not config.watcher or (shape.size == 1 and not runner_link.address()):
         return
     expendable = expendable if config.worker_failure == "go_on" else ()
-    hosts = communicator.allgather_object(socket.gethostname()).wait() if reach == "network" else []
+    hosts = bootstrap.allgather_object(socket.gethostname()) if reach == "network" else []
     address = own_address(hosts) if reach == "network" and shape.rank == 0 else "127.0.0.1" if reach else ""
     mine = _start_watcher(shape, config, address, expendable, launcher) if shape.local_rank == 0 else None
-    found = communicator.allgather_object(mine).wait()
+    found = bootstrap.allgather_object(mine)
     here = found[shape.leader]
     problem = here["problem"]
     if not problem:
@@ -90,7 +90,7 @@ def start(
     if shape.rank == 0 and config.metrics != "none" and not problem:
         url, why = _serve_metrics(_job_name(config), config.metrics)
         log.warning(f"metrics at {url}" if url else f"ALLRED_METRICS={config.metrics}: no metrics: {why}")
-    problems = communicator.allgather_object(problem).wait()
+    problems = bootstrap.allgather_object(problem)
     bad = {rank: text for rank, text in enumerate(problems) if text}
     if bad:
         rank, text = next(iter(bad.items()))

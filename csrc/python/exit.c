@@ -71,6 +71,7 @@ static int is_closed(int fd) {
 
 static void finalize(int status) {
   const int fd = armed.plan.rendezvous_fd;
+  if (!armed.plan.mpi.finalize) return;
   if (fd >= 0) {
     if (is_closed(fd)) leave(status);
     allred_alarm_set(ALLRED_ALARM_NEVER, ALLRED_ALARM_NEVER, "", "", fd, status);
@@ -84,7 +85,7 @@ static void finalize(int status) {
 static void end_with(int status, int late) {
   const allred_exit_plan *plan = &armed.plan;
   int already = 0;
-  plan->mpi.finalized(&already);
+  if (plan->mpi.finalized) plan->mpi.finalized(&already);
   status &= 0xff; /* as the parent process sees it */
   const int good = status == 0 && !plan->stuck, alone = plan->rendezvous_fd >= 0;
   const int stays = plan->duty == ALLRED_EXIT_STAY && good && !alone;

@@ -107,15 +107,49 @@ def test_a_task_that_fails_ends_all_with_its_exit_code(fails, code):
     assert not any(result.left for result in found.values()), text(found)
 
 
-def test_a_task_that_dies_while_mpi_starts_is_named_to_the_other():
+def test_a_task_that_dies_while_tasks_start_is_named_to_the_other():
     with tasks(cluster(1, 1)) as t:
         kill = "import allred.server\nallred.server.enter = lambda *_, **__: os.kill(os.getpid(), 9)"
         started = {("ps", 0): t.start("ps", 0), ("worker", 0): t.start("worker", 0, before=kill)}
         found = {task: future.result() for task, future in started.items()}
     assert [result.code for result in found.values()] == [1, -9], text(found)
-    words = r"/job:worker/task:0 \(pid \d+ on .+\) has ended while MPI started"
+    words = r"/job:worker/task:0 \(pid \d+ on .+\) has ended while the tasks started"
     assert re.search(words, found["ps", 0].err), text(found)
     assert "in allred://" not in found["ps", 0].out
+
+
+NO_MPI = "import sys; sys.modules['mpi4py'] = None"
+SYNC = """
+rank, size = allred.rank(), allred.size()
+pair = allred.ProcessSet([0, 2])
+if pair.included():
+    assert allred.allgather(np.array([rank]), process_set=pair).tolist() == [0, 2]
+opt, w = allred.distributed(allred.optim.SGD(lr=1.0)), np.full(3, float(rank))
+opt.broadcast(w)
+opt.step(w, np.full(3, float(rank)))
+assert w.tolist() == [-1.0] * 3, w
+allred.shutdown()
+allred.init()  # the same tasks join again
+assert allred.allreduce(np.ones(2), allred.Sum).tolist() == [size, size]
+assert "mpi4py.MPI" not in sys.modules
+print("trained")
+"""
+
+
+def test_tasks_of_mode_sync_need_no_mpi_and_may_have_different_ones():
+    """And mode ps says which task has the wrong one."""
+    jobs = cluster(0, 3)
+    with tasks(jobs) as t:
+        options = {"mpi": "openmpi"}, {}, {"before": NO_MPI}
+        started = {("worker", each): t.start("worker", each, SYNC, **more) for each, more in enumerate(options)}
+        found = {task: future.result() for task, future in started.items()}
+    assert [result.code for result in found.values()] == [0, 0, 0], text(found)
+    assert all("trained" in result.out for result in found.values()), text(found)
+    with tasks(cluster(1, 1)) as t:
+        started = {("ps", 0): t.start("ps", 0), ("worker", 0): t.start("worker", 0, mpi="openmpi")}
+        found = {task: future.result() for task, future in started.items()}
+    words = "mode ps, clients and backend mpi, without mpirun, need MPICH; /job:worker/task:0: this Python has Open MPI"
+    assert all(result.code == 1 and words in result.err for result in found.values()), text(found)
 
 
 def listener(port):
@@ -181,7 +215,6 @@ def test_a_task_that_cannot_take_part_and_the_tasks_that_wait_are_told_why(reque
                 "host": ("worker", 1, {"jobs": unknown, "secret": "s"}),
                 "twice": ("ps", 0, {"before": LISTEN_NOT + START_NOT, "secret": "s"}),
                 "port": ("worker", 1, {"secret": "s"}),
-                "openmpi": ("worker", 1, {"mpi": "openmpi", "secret": "s"}),
             }
             wrong = {
                 name: t.start(job, index, **options)
@@ -203,7 +236,6 @@ def test_a_task_that_cannot_take_part_and_the_tasks_that_wait_are_told_why(reque
         "host": ("nowhere.invalid of /job:worker/task:1 (",) * 2,
         "twice": ("is /job:ps/task:0 already. Give each task its own task_index",) * 2,
         "port": (f"cannot listen at {jobs['worker'][1]} (127.0.0.1): Address already in use",) * 2,
-        "openmpi": ("need MPICH, and this Python has Open MPI 5",) * 2,
     }
     for name, result in wrong.items():
         theirs, ours = expected[name]

@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 from allred.comm import recording
 from allred.comm.backends.mpi_bootstrap import MpiBootstrap
-from allred.comm.create import control_communicator
+from allred.comm.work import WorkQueue
 
 pytestmark = pytest.mark.mpi
 
@@ -18,11 +18,11 @@ def test_clocks_are_compared_with_that_of_the_first(rank, size, monkeypatch):
     ahead = 100 * 10**9
     shifted = types.SimpleNamespace(perf_counter_ns=lambda: time.perf_counter_ns() + rank * ahead)
     monkeypatch.setattr(recording, "time", shifted)
-    communicator = control_communicator(MpiBootstrap(MPI.COMM_WORLD.Dup()), 30.0)
+    bootstrap = MpiBootstrap(MPI.COMM_WORLD.Dup())
     before = shifted.perf_counter_ns()
-    steps = recording.measure_clock(communicator.backend.messages, range(size)[::-1])
-    when, offset, error = communicator.queue.start("clocks", steps).wait()
+    steps = recording.measure_clock(bootstrap.messages(), range(size)[::-1])
+    when, offset, error = WorkQueue(30.0).start("clocks", steps).wait()
     assert before <= when <= shifted.perf_counter_ns()
     assert error < ahead
     assert abs(offset - (size - 1 - rank) * ahead) <= error
-    communicator.close()
+    bootstrap.close()

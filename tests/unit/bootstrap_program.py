@@ -28,7 +28,7 @@ def enter(ranks: Bootstrap, nodes: list[int], generation: int) -> None:
     communicator, facts = create(ranks, facts, config)
     here = World(numbering.number(nodes, ranks.rank), communicator, config, "; ".join(plan(facts, config).reasons))
     world.install(here)
-    PROCESS_SETS.set(here, ProcessSets(ranks, communicator, 0, communicator, facts, config))
+    PROCESS_SETS.set(here, ProcessSets(ranks, 0, communicator, facts, config))
     here.queues.add(communicator.queue)
 
 
@@ -58,7 +58,7 @@ def train() -> float:
 def main() -> None:
     task, dies, *ports = (int(word) for word in sys.argv[1:])
     addresses = {f"task {number}": f"127.0.0.1:{port}" for number, port in enumerate(ports)}
-    joined = rendezvous(addresses, f"task {task}", "", 60.0, "none")
+    joined = rendezvous(addresses, f"task {task}", "", 60.0)
     if task == dies:
         return
     connection = RendezvousConnection(joined, 30.0)

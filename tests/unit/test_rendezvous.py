@@ -71,7 +71,7 @@ PS, W0, W1 = ADDRESSES
 
 
 def hello(task, **more):
-    return {"task": task, "addresses": ADDRESSES, "mpi": "M 1", "node": "n", "host": "h", "pid": 7, "user": 1, **more}
+    return {"task": task, "addresses": ADDRESSES, "node": "n", "host": "h", "pid": 7, "user": 1, **more}
 
 
 def complete():
@@ -96,7 +96,6 @@ def test_it_begins_when_all_are_there():
     [
         (hello(PS, pid=8), f"{PS} (pid 8 on h) was started a second time; pid 7 on h is {PS} already"),
         (hello(W0, problem="no port"), f"{W0} (pid 7 on h) cannot start: no port"),
-        (hello(W0, mpi="M 2"), f"{W0} (pid 7 on h) has M 2, but {PS} has M 1"),
         (hello(W0, user=2), f"{W0} (pid 7 on h) is of user 2, but {PS} of user 1; on one machine they share memory"),
         (hello(W0, addresses={**ADDRESSES, W1: "d:1"}), f"there {W1} is d:1, here it is c:1"),
         (hello(W0, addresses={**ADDRESSES, "/job:x/task:0": "d:1"}), "there /job:x/task:0 is d:1, here it is nothing"),
@@ -111,18 +110,18 @@ def test_refused_hellos(wrong, words):
     assert state.missing() == [f"{W0} (b:1)", f"{W1} (c:1)"], "the one that was there still is"
 
 
-def test_a_death_is_sent_to_the_tasks_in_mpi_init():
+def test_a_death_is_sent_to_the_tasks_that_start():
     state = complete()
-    state.mpi_started(PS)
+    state.started(PS)
     names, words = state.disconnect(W1)
     assert names == [W0]
-    assert words == f"{W1} (pid 7 on h) has ended while MPI started; this task ends, too"
+    assert words == f"{W1} (pid 7 on h) has ended while the tasks started; this task ends, too"
 
 
 def test_finished_tasks_are_released_if_another_task_failed():
     state = complete()
     for task in ADDRESSES:
-        state.mpi_started(task)
+        state.started(task)
     state.finished(W0)
     assert state.disconnect(W1)[0] == []
     assert state.blocked_in_finalize() == [], "one still works"

@@ -13,8 +13,8 @@ import pytest
 
 from allred.__main__ import main
 from allred.comm import recording
-from allred.comm.backends.backend import SingleBackend
 from allred.comm.backends.shm import CHUNK_BYTES, ShmBackend
+from allred.comm.bootstrap import SingleBootstrap
 from allred.comm.communicator import Communicator
 from allred.comm.ops import ReduceOp
 from allred.errors import InputError
@@ -91,7 +91,7 @@ def test_what_is_noted_can_be_read(tmp_path, monkeypatch):
 
 def test_a_timeline_begins_and_ends_with_a_world(tmp_path):
     """And is made anew where one was left open, by an init() that failed."""
-    alone, path = Communicator(SingleBackend(), 1.0), tmp_path / "made" / "rank-0.timeline"
+    alone, path = SingleBootstrap(), tmp_path / "made" / "rank-0.timeline"
     recording.start("none", alone, range(1))
     recording.compare_clocks_again()
     assert (recorder.current, os.listdir(tmp_path)) == (None, [])

@@ -1,17 +1,15 @@
 """A Bootstrap that uses MPI: the ranks that a launcher started."""
 
+import time
 import zlib
 from collections.abc import Sequence
-from typing import TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
 from allred.comm.backends.mpi_messages import MpiMessages
 from allred.comm.bootstrap import Bootstrap
-from allred.comm.work import Polled, Steps
-
-T = TypeVar("T")
+from allred.comm.work import SPIN_WAIT_S, Polled, Steps
 
 
 class MpiBootstrap(Bootstrap):
@@ -24,13 +22,11 @@ class MpiBootstrap(Bootstrap):
         self.mpi, self.launcher_ends_job = comm, launcher_ends_job
 
     def allgather(self, value: bytes) -> list[bytes]:
-        return self.mpi.allgather(value)
-
-    def allgather_object(self, value: T) -> list[T]:
-        return self.mpi.allgather(value)
-
-    def broadcast_object(self, value: T, root: int = 0) -> T:
-        return self.mpi.bcast(value, root)  # type: ignore[no-any-return]
+        sizes = np.empty(self.size, np.int64)
+        _complete(self.mpi.Iallgather(np.array([len(value)], np.int64), sizes))
+        whole = np.empty(int(sizes.sum()), np.uint8)
+        _complete(self.mpi.Iallgatherv(np.frombuffer(value, np.uint8), [whole, sizes.tolist()]))
+        return [part.tobytes() for part in np.split(whole, np.cumsum(sizes)[:-1])]
 
     def subset(self, ranks: Sequence[int], title: str = "") -> "MpiBootstrap":
         everyone = self.mpi.Get_group()
@@ -67,6 +63,13 @@ class MpiBootstrap(Bootstrap):
 
     def close(self) -> None:
         self.mpi.Free()
+
+
+def _complete(request: MPI.Request) -> None:
+    """Wait for an operation. Ctrl-C ends the wait, as it does not end MPI's own."""
+    wait = Polled(request.Test)
+    while not wait.spin_wait():
+        time.sleep(SPIN_WAIT_S)
 
 
 def _tag(title: str) -> int:
