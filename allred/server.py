@@ -26,10 +26,10 @@ class Server:
     sends functions to the workers (`allred.connect`). The other job, of any name, has the workers.
 
     Under mpirun the rank of the process selects the task, servers first; job_name and task_index are optional, and
-    addresses are not used. Without a launcher, start each task with its job_name and task_index, in any order; this
-    needs MPICH. The tasks connect to the address of the first (the first server; without servers, worker 0), and report
-    the tasks that they wait for, for at most ALLRED_START_TIMEOUT_S. If an address is not this machine's loopback, all
-    tasks need the same ALLRED_SECRET or ALLRED_SECRET_FILE.
+    addresses are not used. Without a launcher, start each task with its job_name and task_index, in any order. Mode ps
+    and job "client" then need MPICH; mode sync needs no MPI. The tasks connect to the address of the first (the first
+    server; without servers, worker 0), and report the tasks that they wait for, for at most ALLRED_START_TIMEOUT_S. If
+    an address is not this machine's loopback, all tasks need the same ALLRED_SECRET or ALLRED_SECRET_FILE.
 
     Raises InputError for a task that is not in the cluster, ConfigError if the task cannot start or is rejected,
     CollectiveTimeout if other tasks do not start.

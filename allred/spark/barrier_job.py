@@ -118,7 +118,7 @@ def run(
         losses = allred.spark.run(train, (100,), num_proc=4)
 
     One Spark barrier stage, one task for each rank. fn calls allred.init(), as a script under mpirun would. The
-    executors need allred[spark] and MPICH (allred[mpich]).
+    executors need allred[spark]; with servers also MPICH (allred[mpich]).
 
     num_proc: number of ranks, including the num_ps servers; default: the slots of the cluster, when their number has
     not changed for 3 s. num_ps: number of parameter servers, which have the lowest ranks; their result is None. env:

@@ -53,7 +53,11 @@ def create(options: Any) -> "ProcessGroupAllred":
         rendezvous.init_from_store(options.store, rank, size)
         communicator = world.current().communicator
     else:
-        communicator = process_set.dedicated(ranks, f"torch's process group {options.group_id}")
+        try:
+            communicator = process_set.dedicated(ranks, f"torch's process group {options.group_id}")
+        except AllredError as error:
+            as_torch_error(error)
+            raise
     arena_allocator.install()
     timeout = options.timeout if options.timeout != dist.constants.default_pg_timeout else None
     return ProcessGroupAllred(communicator, options.store, timeout)

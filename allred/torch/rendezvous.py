@@ -2,7 +2,7 @@
 
 under mpirun     MPI knows rank and size; rank 0 opens a TCPStore, and MPI broadcasts its address
 under torchrun   torch knows rank and size; the ranks exchange addresses and a secret through torch's store, and
-                 then start MPI as the tasks of allred.Server do without a launcher; this needs MPICH
+                 then join as the tasks of allred.Server do without a launcher, without MPI
 no launcher      one rank
 """
 
@@ -85,13 +85,13 @@ def report_wait(steps: Iterator[Any]) -> Iterator[Any]:
 def init_from_store(store: Any, rank: int, size: int) -> None:
     """Initialize allred as rank `rank` of `size`, unless it is initialized. store: shared by these processes.
 
-    Raises ConfigError if the processes cannot start MPI, InputError if allred's rank or size differs.
+    Raises ConfigError if the processes cannot be joined, InputError if allred's rank or size differs.
     """
     if not world.is_initialized():
         if size == 1 or (launcher.launched_size(os.environ) > 1 and not _started_by_torchrun()):
             allred.init()
         else:
-            _start_mpi(store, rank, size)
+            _join_tasks(store, rank, size)
     _check_rank_and_size(rank, size)
 
 
@@ -106,8 +106,8 @@ def _check_rank_and_size(rank: int, size: int) -> None:
         )
 
 
-def _start_mpi(store: Any, rank: int, size: int) -> None:
-    """Exchange addresses and a secret through the store, and start MPI."""
+def _join_tasks(store: Any, rank: int, size: int) -> None:
+    """Exchange addresses and a secret through the store, and join the other ranks."""
     prefix = f"allred/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"  # torchrun keeps its store at a restart
 
     def exchange(name: str, text: str) -> list[str]:

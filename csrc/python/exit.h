@@ -4,8 +4,8 @@
 
 #include <stdint.h>
 
-/* Functions of MPI; null without MPI. `comm` is a handle of MPI's C binding, an int (MPICH) or a pointer (Open MPI), passed as intptr_t:
- * on the supported 64-bit ABIs both travel in the same register. */
+/* Functions of MPI; null without MPI. `comm` is a handle of MPI's C binding, an int (MPICH) or a pointer (Open MPI),
+ * passed as intptr_t: on the supported 64-bit ABIs both travel in the same register. */
 typedef struct {
   int (*finalized)(int *flag);
   int (*finalize)(void);
@@ -51,10 +51,10 @@ typedef struct {
  * without the failed rank (allred/watch/records.py), this may take hours; the rank sleeps, and wakes if its watcher
  * ends.
  *
- * Without a launcher (rendezvous_fd >= 0), the only case without MPI: no rank waits for another. 2 applies to a good end even if a rank has
- * failed, and 3 calls _exit() instead of abort(). finalize() could wait for a rank that dies meanwhile, so a thread
- * (alarm.h) reads rendezvous_fd, where a line says that no other rank will arrive. After finalize() comes _exit() too:
- * MPICH's exit handlers can crash in processes that no launcher has started.
+ * Without a launcher (rendezvous_fd >= 0), the only case without MPI: no rank waits for another. 2 applies to a good
+ * end even if a rank has failed, and 3 calls _exit() instead of abort(). finalize() could wait for a rank that dies
+ * meanwhile, so a thread (alarm.h) reads rendezvous_fd, where a line says that no other rank will arrive. After
+ * finalize() comes _exit() too: MPICH's exit handlers can crash in processes that no launcher has started.
  *
  * A forked child inherits the handler, which does nothing there. Python alone cannot do this: its atexit functions do
  * not get the exit status. Returns 0, or -1 if libc has no on_exit().
