@@ -63,6 +63,14 @@ def unregister(function: Callable[..., object]) -> None:
     atexit.unregister(function)
 
 
+def finish_forked_child() -> None:
+    """Run the finalizers of multiprocessing that functions of `register` have made: they send what these functions have
+    put into queues."""
+    from multiprocessing import util
+
+    util._run_finalizers()  # type: ignore[attr-defined]
+
+
 def call_after_target(function: Callable[[BaseException | None], object]) -> None:
     """In a child of multiprocessing, call function(error) after its target and before the functions of `register`.
     error: as `target_error` returns it. No effect in other processes."""

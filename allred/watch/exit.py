@@ -201,6 +201,7 @@ def _leave(finalizes: bool) -> None:
         grace_s = min(LEAVE_S, max(LEAST_LEAVE_S, _grace_end - time.monotonic())) if status else -1.0
         _arm(words, code, -1 if watcher is None else watcher.duplicate(), duty, grace_s, status)
         if forked and not status:
+            process_end.finish_forked_child()
             _flush()
             native.run_exit_handler(0)
     if forked and status:
