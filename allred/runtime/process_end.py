@@ -68,7 +68,8 @@ def finish_forked_child() -> None:
     put into queues."""
     from multiprocessing import util
 
-    util._run_finalizers()  # type: ignore[attr-defined]
+    if (run := getattr(util, "_run_finalizers", None)) is not None:
+        run()
 
 
 def call_after_target(function: Callable[[BaseException | None], object]) -> None:
