@@ -80,7 +80,8 @@ class Config:
     network: str = _setting(
         "auto",
         "transport tcp: the interfaces and networks of the connections, in order of preference "
-        "(`eth1,10.0.0.0/8`); `auto`: all except loopback. It may differ between hosts",
+        "(`eth1,10.0.0.0/8`); `auto`: all except loopback. It may differ between hosts. "
+        "send and recv between hosts without MPI use the first one",
         may_differ=True,
     )
     nccl_cross: str = _setting(

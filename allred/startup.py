@@ -241,6 +241,7 @@ def _create_world(bootstrap: Bootstrap, library: str, facts: list[_Facts], clust
         plan = _plan(facts, cluster, bootstrap.launcher_ends_job)
         if isinstance(settings, dict) and "network" in settings:  # may differ between hosts
             plan = dataclasses.replace(plan, config=dataclasses.replace(plan.config, network=settings["network"]))
+        bootstrap.open_messages(plan.config.network, plan.config.timeout_s)
         recording.start(plan.config.timeline, bootstrap, plan.workers)
     here = _world(plan, facts, bootstrap, cluster)
     world.install(here)

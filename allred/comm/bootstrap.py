@@ -45,8 +45,14 @@ class Bootstrap(abc.ABC):
         """Wait until all of `ranks` have called this; other operations make progress meanwhile. title: the same on all
         of them. Two of these barriers that are under way at once have different titles."""
 
+    def open_messages(self, network: str, timeout_s: float) -> None:  # noqa: B027  (optional)
+        """Let communicators that are made of this Bootstrap have messages, until `close`. Collective.
+
+        network, timeout_s: the settings of these names. Raises ConfigError, the same on all ranks.
+        """
+
     def messages(self) -> Messages | None:
-        """Return the Messages of a new communicator of these ranks; None if there are none."""
+        """Return the Messages of a new communicator of these ranks; None if there are none. Collective."""
         return None
 
     @abc.abstractmethod

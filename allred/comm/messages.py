@@ -1,7 +1,8 @@
 """`Messages`: small messages between two ranks of a communicator, which make progress while one of both waits.
 
-Every communicator of several ranks has one, of its backend: MpiMessages (backends/mpi_messages.py) uses MPI. Messages
-with the same sender, receiver and tag are received in the order in which they are sent.
+Every communicator of several ranks has one, of its backend: MpiMessages (backends/mpi_messages.py) uses MPI, and
+SocketMessages (backends/socket_messages.py) sockets. Messages with the same sender, receiver and tag are received in
+the order in which they are sent.
 """
 
 import abc
@@ -39,6 +40,10 @@ class Messages(abc.ABC):
     def receive(self, buffer: Array, peer: int, tag: int, waits_for_peers: bool = True) -> Receive:
         """Start to receive a message of the size of `buffer`. peer: the sender; -1: any, the earliest message is taken.
         waits_for_peers: see Pending."""
+
+    def lost_peers(self) -> dict[int, str]:
+        """Return the hosts of the ranks that can send and receive no more, because the connection was lost."""
+        return {}
 
     @abc.abstractmethod
     def close(self, incomplete: list[Any]) -> None:

@@ -11,6 +11,7 @@ A send completes only after the receiver has started to receive the last chunk. 
 the communicator (messages.py). Like collectives, they make progress while this rank waits for something.
 """
 
+import functools
 import operator
 import struct
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from allred.comm.arguments import target_of
 from allred.comm.group import Group
 from allred.comm.messages import Messages
 from allred.comm.work import Steps, Work, WorkQueue
-from allred.errors import InputError, MismatchError
+from allred.errors import InputError, MismatchError, RemoteRankError
 
 CHUNK_BYTES = 2**20
 _RECORD = struct.Struct("<B511s")  # 1 if the arguments are invalid; dtype and shape, or the error
@@ -37,7 +38,6 @@ class PointToPoint:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._given = group.backend.messages
         self._queues: dict[tuple[str, str, str], WorkQueue] = {}  # by direction, peer and tag
 
     def send(self, value: Any, dest: Any, tag: Any) -> Work[None]:
@@ -86,8 +86,8 @@ class PointToPoint:
     def close(self) -> bool:
         """End all messages. Return whether they were complete."""
         pending = [queue for queue in self._queues.values() if not queue.idle]
-        if self._given is not None:
-            self._given.close(pending)
+        if (messages := self._group.backend.messages) is not None:
+            messages.close(pending)
         return not pending
 
     def _start(self, kind: str, peer: Any, tag: Any, title: str, steps: Steps[Any]) -> Work[Any]:
@@ -96,6 +96,7 @@ class PointToPoint:
         key = kind, str(peer), str(tag)
         if key not in self._queues:
             self._queues[key] = WorkQueue(self._group.queue.timeout_s, members=self._members(peer))
+            self._queues[key].connection_error = functools.partial(self._lost, peer)
             world.queues().add(self._queues[key])
         queue, collectives = self._queues[key], self._group.queue
         queue.timeout_s, queue.quiet = collectives.timeout_s, collectives.quiet  # as set by allred.patience
@@ -120,9 +121,18 @@ class PointToPoint:
     @property
     def _messages(self) -> Messages:
         """The messages of the communicator. Raises InputError if it has none."""
-        if self._given is None:
-            raise InputError(f"send and recv need MPI and several ranks; this is backend {self._group.backend.name}")
-        return self._given
+        if (messages := self._group.backend.messages) is None:
+            raise InputError(f"send and recv need several processes; this is backend {self._group.backend.name}")
+        return messages
+
+    def _lost(self, peer: Any) -> RemoteRankError | None:
+        """Return the error if the connection with a rank, None for any, was lost."""
+        lost = {} if self._group.backend.messages is None else self._group.backend.messages.lost_peers()
+        for rank, host in ((self._group.ranks[index], host) for index, host in lost.items()):
+            if peer in (None, rank):
+                text = f"the connection with rank {rank} on host {host} was lost: its process may have been killed"
+                return RemoteRankError(text, rank, host, 1)
+        return None
 
     def _tags(self, tag: Any) -> tuple[int, int, int]:
         """Return the tags of records, replies and bytes. Raises InputError."""

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from allred import config, world
+from allred.comm.backends.socket_messages import MessageSockets, SocketMessages
 from allred.comm.bootstrap import Bootstrap
 from allred.comm.work import Polled, Steps
 from allred.config import Config
@@ -28,6 +29,8 @@ class RendezvousBootstrap(Bootstrap):
     """
 
     launcher_ends_job = False
+    _opened: MessageSockets | None = None  # by this Bootstrap, which closes them
+    _sockets: MessageSockets | None = None
 
     def __init__(
         self, connection: "RendezvousConnection", members: Sequence[int] | None = None, title: str = ""
@@ -41,8 +44,16 @@ class RendezvousBootstrap(Bootstrap):
 
     def subset(self, ranks: Sequence[int], title: str = "") -> "RendezvousBootstrap":
         made = RendezvousBootstrap(self._connection, [self._members[rank] for rank in ranks], title)
-        made.generation = self.generation
+        made.generation, made._sockets = self.generation, self._sockets
         return made
+
+    def open_messages(self, network: str, timeout_s: float) -> None:
+        domain = shared_memory_domain()
+        self._opened = MessageSockets(self, domain, self._connection.own_host, network, timeout_s)
+        self._sockets = self._opened
+
+    def messages(self) -> SocketMessages | None:
+        return None if self._sockets is None else SocketMessages(self._sockets, self, list(self._members))
 
     def barrier_of(self, ranks: Sequence[int], title: str) -> Steps[None]:
         key = self._begin([self._members[rank] for rank in ranks], b"", title)
@@ -54,7 +65,10 @@ class RendezvousBootstrap(Bootstrap):
         return nodes.index(nodes[self.rank])
 
     def close(self) -> None:
-        """Do nothing. The owner of the connection closes it."""
+        """Close what `open_messages` has opened. The owner of the connection closes it."""
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = self._sockets = None
 
     def _begin(self, members: Sequence[int], value: bytes, title: str) -> str:
         return self._connection.begin(members, value, f"{self.generation} {title}")
@@ -91,6 +105,11 @@ class RendezvousConnection:
         self._values: dict[str, list[bytes]] = {}  # the values that have arrived, by the key of the exchange
         self._sizes: dict[str, int] = {}  # the number of members, by the key
         self._error: AllredError | None = None
+
+    @property
+    def own_host(self) -> str:
+        """The address of this host in the network of the rendezvous process."""
+        return str(self._channel.connection.getsockname()[0])
 
     def begin(self, members: Sequence[int], value: bytes, title: str) -> str:
         """Begin an exchange. Return its key."""

@@ -14,12 +14,14 @@ to another service with the same secret. Without a secret the same messages are 
 
 import contextlib
 import dataclasses
+import errno
 import hmac
 import json
+import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 from allred.runtime import timings
@@ -42,6 +44,9 @@ def family(address: Any) -> int:
 def open_listener(host: str, backlog: int = 128) -> socket.socket:
     """Listen at a free port of this host's address `host`."""
     return socket.create_server((host, 0), family=family((host, 0)), backlog=backlog)
+
+
+_NOT_ALLRED = "is not an allred process: another program uses this port; choose another port"
 
 
 class HandshakeError(Exception):
@@ -93,7 +98,7 @@ class Channel:
         def ready() -> None:
             try:
                 handle((receive or self.receive)())
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, HandshakeError) as error:
                 self.close()
                 lost(error)
 
@@ -189,23 +194,77 @@ def connect(address: Any, purpose: str, secret: str, limit_s: float = timings.AU
 
 
 def _prove_as_connector(channel: Channel, purpose: str, secret: str, deadline: float) -> None:
+    steps = prove(channel, purpose, secret)
+    next(steps)
     try:
-        greeting = channel.receive_one(deadline)
-        version, nonces = greeting["allred"], (str(greeting["nonce"]), secrets.token_hex())
-        if version == VERSION:
-            proof = _proof(secret, purpose, "connect", nonces)
-            channel.send({"nonce": nonces[1], "proof": proof, "has": bool(secret)})
-            answer = channel.receive_one(deadline)
-    except (ValueError, KeyError):
-        raise HandshakeError("is not an allred process: another program uses this port; choose another port") from None
+        with contextlib.suppress(StopIteration):
+            while True:
+                steps.send(channel.receive_one(deadline))
+    except ValueError:
+        raise HandshakeError(_NOT_ALLRED) from None
+
+
+def prove(channel: Channel, purpose: str, secret: str) -> Generator[None, Message, None]:
+    """Authenticate as the connecting end, without waiting: receives each message of the listening end (`send`), and
+    ends when both ends have proved that they know the secret. Raises HandshakeError."""
+    greeting = yield
+    if not {"allred", "nonce"} <= greeting.keys():
+        raise HandshakeError(_NOT_ALLRED)
+    version, nonces = greeting["allred"], (str(greeting["nonce"]), secrets.token_hex())
     if version != VERSION:
         raise HandshakeError(
             f"has another version of allred (protocol {version}, here {VERSION}); install the same in all environments"
         )
+    channel.send({"nonce": nonces[1], "proof": _proof(secret, purpose, "connect", nonces), "has": bool(secret)})
+    answer = yield
     if "refused" in answer:
         raise HandshakeError(f"refuses this process: {answer['refused']}")
     if not _proves(answer, _proof(secret, purpose, "listen", nonces)):
         raise HandshakeError("does not know this job's secret")
+
+
+def connect_in_loop(
+    loop: Loop,
+    address: Any,
+    purpose: str,
+    secret: str,
+    hello: Message,
+    opened: Callable[[socket.socket], object],
+    failed: Callable[[Exception], object],
+) -> Channel:
+    """Connect as `connect`, but without waiting and without a time limit, then send `hello`. When the listener has
+    answered {"accepted": True}, call `opened` with the nonblocking connection, for bytes that are no messages.
+
+    failed: called with HandshakeError, ValueError (it is not the protocol) or OSError instead: a ConnectionError itself
+    or ConnectionResetError, if the listener has closed the connection. Returns the channel, for `close`.
+    """
+    channel = Channel(socket.socket(family(address), socket.SOCK_STREAM))
+    channel.connection.setblocking(False)
+
+    def introduce() -> Generator[None, Message, None]:
+        yield from prove(channel, purpose, secret)
+        channel.send(hello)
+        if "accepted" not in (yield):
+            raise HandshakeError(_NOT_ALLRED)
+
+    def handle(messages: list[Message]) -> None:
+        for message in messages:
+            try:
+                steps.send(message)
+            except StopIteration:
+                loop.remove(channel.connection)
+                channel.detach().setblocking(False)
+                opened(channel.connection)
+
+    steps = introduce()
+    next(steps)
+    error = channel.connection.connect_ex(address)
+    if error in (0, errno.EINPROGRESS):
+        channel.serve(loop, handle, failed)
+    else:
+        channel.close()
+        failed(OSError(error, os.strerror(error)))
+    return channel
 
 
 def _proof(secret: str, purpose: str, role: str, nonces: tuple[str, str]) -> str:
@@ -228,8 +287,8 @@ class Listener:
     """Accepts connections on a socket, in an event loop, and authenticates them.
 
     It never waits for a peer. It closes a connection if the peer sends something else than the protocol, if the first
-    message after authentication does not arrive within AUTHENTICATE_S, and if UNAUTHENTICATED_PEERS newer connections
-    are not authenticated.
+    message after authentication does not arrive within `limit_s`, and if UNAUTHENTICATED_PEERS newer connections are
+    not authenticated.
 
     admit(channel, messages): called with each authenticated channel and its first messages.
     refusal(host, has): returns the reason that is sent to a peer with a wrong secret. `has`: whether the peer has a
@@ -244,9 +303,10 @@ class Listener:
         secret: str,
         admit: Callable[[Channel, list[Message]], object],
         refusal: Callable[[str, bool], str] = lambda host, has: "its secret is not the secret of this job",
+        limit_s: float = timings.AUTHENTICATE_S,
     ) -> None:
         self._loop, self._socket, self._purpose, self._secret = loop, listening, purpose, secret
-        self._admit, self._refusal = admit, refusal
+        self._admit, self._refusal, self._limit_s = admit, refusal, limit_s
         self._pending: list[_UnauthenticatedPeer] = []
         listening.setblocking(False)
         listening.listen(1024)
@@ -269,7 +329,7 @@ class Listener:
             self._close(unauthenticated[0])
         connection.setblocking(False)
         channel = Channel(connection, timings.UNAUTHENTICATED_BYTES)
-        expiry = self._loop.after(timings.AUTHENTICATE_S, lambda: self._close(peer))
+        expiry = self._loop.after(self._limit_s, lambda: self._close(peer))
         peer = _UnauthenticatedPeer(channel, secrets.token_hex(), expiry)
         self._pending.append(peer)
         self._loop.on_input(connection, lambda: self._receive(peer))

@@ -1,9 +1,14 @@
 """Messages between two ranks: values, order, tags, mismatches, and their independence of collectives."""
 
+import functools
+
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import allred
+from allred.comm.backends.mpi_bootstrap import MpiBootstrap
+from allred.comm.backends.socket_messages import MessageSockets, SocketMessages
 from allred.comm.point_to_point import CHUNK_BYTES
 from allred.errors import InputError, MismatchError
 
@@ -16,10 +21,19 @@ class NotAnArray:
 pytestmark = pytest.mark.mpi
 
 
-@pytest.fixture
-def comm(comm):
+@functools.cache
+def sockets(domain):
+    return MessageSockets(MpiBootstrap(MPI.COMM_WORLD.Dup()), domain, "127.0.0.1", "auto", 30.0)
+
+
+@pytest.fixture(params=["mpi", "unix", "tcp"])
+def comm(comm, request, monkeypatch):
     if comm.size == 1:
         pytest.skip("needs several ranks")
+    if request.param != "mpi":
+        of_world = sockets("" if request.param == "unix" else str(comm.rank))
+        bootstrap = MpiBootstrap(MPI.COMM_WORLD)
+        monkeypatch.setattr(comm.backend, "messages", SocketMessages(of_world, bootstrap, list(range(comm.size))))
     return comm
 
 
@@ -145,5 +159,5 @@ def test_a_process_set(rank, size):
 def test_one_rank(size):
     if size > 1:
         pytest.skip("one rank only")
-    with pytest.raises(InputError, match="send and recv need MPI and several ranks"):
+    with pytest.raises(InputError, match="send and recv need several processes; this is backend single"):
         allred.ProcessSet([0]).communicator().send(np.zeros(1), 0).wait()

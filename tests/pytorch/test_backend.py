@@ -175,7 +175,11 @@ import os, sys, torch, torch.distributed as dist, torch.multiprocessing as mp
 def main(rank):
     dist.init_process_group("allred", rank=rank, world_size=2)
     dist.all_reduce(tensor := torch.ones(2))
-    print(tensor.tolist(), flush=True)
+    found = torch.zeros(2)
+    messages = [dist.P2POp(dist.isend, tensor, 1 - rank), dist.P2POp(dist.irecv, found, 1 - rank)]
+    for work in dist.batch_isend_irecv(messages):
+        work.wait()
+    print(found.tolist(), flush=True)
     dist.destroy_process_group()
 if __name__ == "__main__":
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[1]}

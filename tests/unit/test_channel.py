@@ -91,6 +91,53 @@ def test_a_wrong_secret_is_an_error_at_both_ends(secret, has):
         assert served.refused == [("127.0.0.1", has)]
 
 
+def in_loop(where, hello, secret="secret", serve=lambda: None):
+    """What `connect_in_loop` calls back with: a connection or an error."""
+    loop, found = Loop(), []
+    peer = channel.connect_in_loop(loop, where, "test", secret, hello, found.append, found.append)
+    until = time.monotonic() + WAIT_S
+    while not found and time.monotonic() < until:
+        serve()
+        loop.turn(0.01)
+    peer.close()
+    loop.close()
+    return found[0]
+
+
+def test_a_connection_is_made_in_an_event_loop(tmp_path):
+    with Served() as served:
+        assert isinstance(in_loop(served.where, {"accepted": True}), socket.socket)  # the listener echoes
+        assert str(in_loop(served.where, {"rank": 1})).startswith("is not an allred process")
+        assert str(in_loop(served.where, {}, secret="guess")) == "refuses this process: no"
+    assert isinstance(in_loop(served.where, {}), ConnectionRefusedError)
+    assert isinstance(in_loop(str(tmp_path / "missing"), {}), FileNotFoundError)
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "words"),
+    [
+        (b'{"allred": -1, "nonce": "a"}\n', HandshakeError, "has another version of allred"),
+        (b'{"allred": 1}\n', HandshakeError, "is not an allred process"),
+        (b"HTTP/1.1 400\n", ValueError, ""),
+        (b"", ConnectionError, "the peer has closed the connection"),
+    ],
+    ids=["version", "nonce", "no JSON", "end"],
+)
+def test_a_stranger_answers_in_an_event_loop(answer, kind, words):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0)
+
+        def serve():
+            with contextlib.suppress(BlockingIOError):
+                peer, _ = server.accept()
+                peer.sendall(answer)
+                peer.close()
+
+        error = in_loop(server.getsockname(), {}, serve=serve)
+    assert isinstance(error, kind)
+    assert words in str(error)
+
+
 def impostor(answers, purpose="test", count=1):
     """What `connect` raises if a stranger answers: `answers` takes the connections of `count` peers."""
     outcome = []
