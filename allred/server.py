@@ -11,7 +11,7 @@ from allred.cluster.spec import CLIENT, SERVERS, ClusterSpec, Tasks, task_name, 
 from allred.comm import functions
 from allred.errors import AllredError, ConfigError, InputError
 from allred.ps import context
-from allred.startup import Cluster, enter, join_in_init
+from allred.startup import Cluster, enter, join_in_init, joined_tasks
 
 _NO_LIMIT_S = 1e9
 
@@ -145,5 +145,8 @@ def enter_rendezvous(
     """Join the other tasks without a launcher, as `init`; see `rendezvous_bootstrap.connect`."""
     from allred.launch.rendezvous_bootstrap import connect
 
-    join_in_init(connect(addresses, task, secret, listener))
+    if (joined := joined_tasks()) and joined != tuple(addresses):
+        raise AllredError(f"this process is a task of a cluster with {joined[0]} already; it cannot join another one")
+    if not joined:
+        join_in_init(connect(addresses, task, secret, listener), cluster)
     enter(None, cluster, **arguments)

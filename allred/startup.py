@@ -100,13 +100,25 @@ class Cluster:
         return sum(task.startswith(f"/job:{CLIENT}/") for task in self.tasks)
 
 
-_connection: "RendezvousConnection | None" = None  # to the other tasks, which run without MPI
+# The connection to the other tasks that no launcher has started, and their cluster.
+_tasks: "tuple[RendezvousConnection, Cluster] | None" = None
 
 
-def join_in_init(connection: "RendezvousConnection") -> None:
-    """Let init() join the tasks that no launcher has started. connection: of `rendezvous_bootstrap.connect`."""
-    global _connection
-    _connection = connection
+def join_in_init(connection: "RendezvousConnection", cluster: Cluster) -> None:
+    """Let each init() of this process join other tasks. connection: of `rendezvous_bootstrap.connect`."""
+    global _tasks
+    _tasks = connection, cluster
+    os.register_at_fork(after_in_child=_forget_tasks)
+
+
+def _forget_tasks() -> None:
+    global _tasks
+    _tasks = None
+
+
+def joined_tasks() -> tuple[str, ...]:
+    """Return the names of the tasks that a rendezvous has joined; none without one."""
+    return _tasks[0].tasks if _tasks is not None else ()
 
 
 def enter(comm: Any, cluster: Cluster | None = None, **arguments: Any) -> None:
@@ -123,22 +135,21 @@ def enter(comm: Any, cluster: Cluster | None = None, **arguments: Any) -> None:
             "allred.init() after allred.shutdown() of mode ps: the parameter servers have left, and their programs "
             "have ended; keep one init() for the whole program, or let servers call allred.Server.join()"
         )
-    connection = _connection if comm is None else None
-    if comm is None and connection is None:
+    joins_tasks = comm is None and _tasks is not None and (cluster is None or cluster.tasks == joined_tasks())
+    if comm is None and cluster is None and not joins_tasks:
         mpi.check_torchrun()
     settings: dict[str, Any] | str
     try:
         settings = explicit_settings(os.environ, arguments)
     except ConfigError as error:
         settings = str(error)
-    given = cluster or Cluster()
     try:
         watch.spawn_early(settings)
-        if connection is not None:
-            _join_tasks(connection, settings, given)
+        if joins_tasks and _tasks is not None:
+            _join_tasks(_tasks[0], settings, cluster or _tasks[1])
         else:
             with startup_timeout(settings):
-                _join_ranks(*_start_mpi(comm), settings, given)
+                _join_ranks(*_start_mpi(comm), settings, cluster or Cluster())
     finally:
         watch.discard_spawned()
 
@@ -188,25 +199,37 @@ def _join_tasks(connection: "RendezvousConnection", settings: dict[str, Any] | s
     from allred.launch import rendezvous_client
     from allred.launch.rendezvous_bootstrap import RendezvousBootstrap
 
-    global _connection
+    connection.report("starts")
+    if connection.uses_mpi:
+        with startup_timeout(settings, connection.lifeline):
+            _join_ranks(*_start_mpi(None, connection.lifeline), settings, cluster)
+        return connection.report("up")
+    if isinstance(settings, dict):
+        connection.limit_s = settings.get("timeout_s", Config.timeout_s)
+        connection.warn_s = settings.get("stall_warning_s", Config.stall_warning_s)
     bootstrap = RendezvousBootstrap(connection)
     facts = _exchange_facts(bootstrap, "", settings)
     with _raised_by_all(bootstrap):
         config = settle([each.settings for each in facts])
         needs_mpi = config.mode == "ps" or cluster.clients > 0 or "mpi" in (config.backend, config.transport)
-        if needs_mpi or not all(each.transport.has_kernels for each in facts):
+        if lacking := [
+            task for task, each in zip(connection.tasks, facts, strict=True) if not each.transport.has_kernels
+        ]:
+            raise ConfigError(
+                f"tasks without mpirun need allred's C extension, but {lacking[0]} does not have it (python -m "
+                "allred.native shows the reason)"
+            )
+        if needs_mpi:
             mpis = bootstrap.allgather_object(rendezvous_client.mpi_of_task())
             if problem := rendezvous_client.mpi_problem(dict(zip(connection.tasks, mpis, strict=True))):
                 raise ConfigError(problem)
-            needs_mpi = True
     if needs_mpi:
-        _connection = None
         with connection.used_by_mpi(), startup_timeout(settings, connection.lifeline):
             _join_ranks(*_start_mpi(None, connection.lifeline), settings, cluster)
     else:
         exit_protocol.take_over_without_mpi(bootstrap.rank, connection.lifeline)
         _create_world(bootstrap, "no MPI", facts, cluster)
-    connection.report_start()
+    connection.report("up")
 
 
 def _exchange_facts(bootstrap: Bootstrap, library: str, settings: dict[str, Any] | str) -> list[_Facts]:
@@ -242,8 +265,8 @@ def _create_world(bootstrap: Bootstrap, library: str, facts: list[_Facts], clust
         if isinstance(settings, dict) and "network" in settings:  # may differ between hosts
             plan = dataclasses.replace(plan, config=dataclasses.replace(plan.config, network=settings["network"]))
         bootstrap.open_messages(plan.config.network, plan.config.timeout_s)
-        recording.start(plan.config.timeline, bootstrap, plan.workers)
-    here = _world(plan, facts, bootstrap, cluster)
+        recording.start(plan.config.timeline, bootstrap, plan.workers, plan.config.timeout_s)
+        here = _world(plan, facts, bootstrap, cluster)
     world.install(here)
     _connect_servers_and_clients(here, plan, bootstrap, cluster)
     _start_watchers(plan, facts, bootstrap)
@@ -461,9 +484,13 @@ def shutdown() -> None:
     _leave_servers()
     _leave_workers()
     watch.stop()
-    if (sets := PROCESS_SETS.of(here)) is not None:
+    is_sound = not communicator.queue.poisoned
+    sets = PROCESS_SETS.of(here)
+    if sets is not None:
         sets.close()
     communicator.close()
+    if sets is not None and is_sound:
+        sets.bootstrap.close()
     recording.stop()
     arena.disable()
     if (limit := threads.LIMIT.of(here)) is not None:

@@ -82,7 +82,6 @@ class ProcessSets:
         for communicator in self.made.values():
             communicator.close()
         self.made.clear()
-        self.bootstrap.close()
 
 
 def communicators() -> list[Communicator]:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from allred import world
 from allred.comm.bootstrap import Bootstrap
 from allred.comm.communicator import Communicator
 from allred.comm.messages import Messages
@@ -19,13 +18,14 @@ from allred.timeline.recorder import Track
 
 _REQUESTS = 20  # to each rank; the first ones are slower
 
-_compared: tuple[Bootstrap, range] | None = None  # the arguments of `start`, during a timeline
+_compared: tuple[Bootstrap, range, float] | None = None  # the arguments of `start`, during a timeline
 
 
-def start(directory: str, bootstrap: Bootstrap, workers: range) -> None:
+def start(directory: str, bootstrap: Bootstrap, workers: range, timeout_s: float) -> None:
     """Start a timeline in a file of this rank in `directory`; "none" and "": no timeline. Collective.
 
     bootstrap: of all ranks. workers: the ranks of the workers; parameter servers have lower ranks, clients higher ones.
+    timeout_s: the setting of this name.
     Raises InputError on all ranks if one of them cannot write to the directory.
     """
     global _compared
@@ -56,8 +56,9 @@ def start(directory: str, bootstrap: Bootstrap, workers: range) -> None:
         }
     )  # fmt: skip
     recorder.install(mine)
-    _compared = bootstrap, workers
-    _compare_clocks(bootstrap, [*workers, *(rank for rank in range(bootstrap.size) if rank not in workers)])
+    _compared = bootstrap, workers, timeout_s
+    everyone = [*workers, *(rank for rank in range(bootstrap.size) if rank not in workers)]
+    _compare_clocks(bootstrap, everyone, timeout_s)
 
 
 def _name(rank: int, workers: range, size: int) -> str:
@@ -81,11 +82,11 @@ def compare_clocks_again() -> None:
         _compare_clocks(*_compared)
 
 
-def _compare_clocks(bootstrap: Bootstrap, ranks: Sequence[int]) -> None:
+def _compare_clocks(bootstrap: Bootstrap, ranks: Sequence[int], timeout_s: float) -> None:
     assert recorder.current is not None
     found = time.perf_counter_ns(), 0, 0
     if (messages := bootstrap.messages()) is not None and len(ranks) > 1:
-        queue = WorkQueue(world.config().timeout_s)
+        queue = WorkQueue(timeout_s)
         found = queue.start("the comparison of clocks", measure_clock(messages, ranks)).wait()
     recorder.current.add(("clock", *found))
 

@@ -67,7 +67,8 @@ def plan(facts: Sequence[TransportFacts], config: Config) -> Choice:
     between, network = _between(facts, config, lacking)
     within, why = _within(facts, wanted, between, lacking)
     if not has_mpi and "mpi" in (within, between):
-        raise ConfigError(f"this needs MPI: {why if within == 'mpi' else network}; start the ranks with mpirun")
+        reason = why if within == "mpi" else network
+        raise ConfigError(f"this needs MPI: {reason}; start the ranks with mpirun, or set ALLRED_BACKEND=mpi")
     host = Choice(within, between, "", ())
     device, how = _device(facts, config, host)
     return dataclasses.replace(host, device=device, reasons=tuple(filter(None, (why, network, how))))

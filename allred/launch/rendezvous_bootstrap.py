@@ -3,6 +3,7 @@
 import base64
 import contextlib
 import hashlib
+import math
 import os
 import select
 import socket
@@ -18,6 +19,7 @@ from allred.config import Config
 from allred.errors import AllredError, CollectiveTimeout
 from allred.launch.rendezvous_client import Joined, rendezvous, shared_memory_domain
 from allred.runtime.channel import Channel
+from allred.runtime.stderr import rank_warning
 from allred.runtime.timings import EXCHANGE_POLL_S
 
 
@@ -89,14 +91,18 @@ def connect(
 
 
 class RendezvousConnection:
-    """The connection of this task to the rendezvous process. limit_s: how long an exchange may take, in seconds. tasks:
-    the names of all. lifeline: the descriptor of the connection that reports the end of this task."""
+    """The connection of this task to the rendezvous process. limit_s: how long an exchange may take, in seconds.
+    warn_s: after this time, print a warning. tasks: the names of all. lifeline: the descriptor of the connection that
+    reports the end of this task."""
+
+    uses_mpi = False  # whether the tasks have started MPI with it
 
     def __init__(self, joined: Joined, limit_s: float, tasks: tuple[str, ...] = ()) -> None:
         self.tasks = tasks
         self.rank, self.size, self.lifeline = joined.rank, joined.size, joined.lifeline
-        self._joined, self._limit_s = joined, limit_s
+        self.limit_s, self.warn_s = limit_s, math.inf
         self._channel = Channel(socket.socket(fileno=joined.pmi))
+        self._kept = socket.socket(fileno=joined.lifeline), joined.listener
         self._poller = select.poll()  # the connection of PMI-1 carries the exchanges
         for file in (joined.pmi, joined.lifeline):
             self._poller.register(file, select.POLLIN)
@@ -104,6 +110,7 @@ class RendezvousConnection:
         self._exchanges: dict[str, int] = defaultdict(int)  # how many exchanges were begun, by members and title
         self._values: dict[str, list[bytes]] = {}  # the values that have arrived, by the key of the exchange
         self._sizes: dict[str, int] = {}  # the number of members, by the key
+        self._missing: dict[str, str] = {}  # the ranks that have not sent a value, by the key
         self._error: AllredError | None = None
 
     @property
@@ -129,30 +136,42 @@ class RendezvousConnection:
 
     def wait(self, key: str) -> list[bytes]:
         """Wait for the values of an exchange. Return them in the order of its members."""
-        deadline = time.monotonic() + self._limit_s
+        begun, warn_s = time.monotonic(), self.warn_s
         while not self.poll(key, EXCHANGE_POLL_S):
             if (error := world.error()) is not None:
                 raise error
-            if time.monotonic() > deadline:
+            if (waited_s := time.monotonic() - begun) > self.limit_s:
                 raise CollectiveTimeout(
-                    f"rank {self.rank} has waited for {self._limit_s:g} s for an exchange of {self._sizes[key]} tasks "
-                    "through the rendezvous process; one of them has stopped or does not take part"
+                    f"{self._who_waits(key, self.limit_s)}, which has stopped or does not take part"
                 )
+            if waited_s > warn_s:
+                warn_s = math.inf
+                rank_warning(f"{self._who_waits(key, waited_s)}; for {self.limit_s:g} s at most")
         return self.take(key)
+
+    def _who_waits(self, key: str, waited_s: float) -> str:
+        self._channel.send_line(f"cmd=missing key={key}")
+        until = time.monotonic() + EXCHANGE_POLL_S
+        while key not in self._missing and time.monotonic() < until:
+            self._receive(EXCHANGE_POLL_S)
+        ranks = self._missing.pop(key, "").split(",")
+        names = [self.tasks[int(rank)] for rank in ranks if rank] if self.tasks else []
+        return f"rank {self.rank} has waited for {waited_s:.0f} s for {' and '.join(names[:4]) or 'another task'}"
 
     def take(self, key: str) -> list[bytes]:
         """Return the values of a complete exchange, and forget it."""
         del self._sizes[key]
         return self._values.pop(key)
 
-    def report_start(self) -> None:
-        """Report that the watchers run: the rendezvous process does not report the ends of tasks any more."""
-        with contextlib.suppress(OSError):  # the process has ended; the watchers do not need it
-            os.write(self.lifeline, b"up\n")
+    def report(self, word: str) -> None:
+        """Report "starts": this task waits for the others, and hears of their ends; or "up": the watchers run."""
+        with contextlib.suppress(OSError):  # the process has ended; the next exchange reports it
+            self._kept[0].sendall(f"{word}\n".encode())
 
     @contextlib.contextmanager
     def used_by_mpi(self) -> Iterator[None]:
         """Give the connection to MPICH, which is started in this block. It makes no exchanges afterwards."""
+        self.uses_mpi = True
         file = self._channel.detach().detach()
         variables = {"PMI_FD": str(file), "PMI_RANK": str(self.rank), "PMI_SIZE": str(self.size)}
         os.environ.update(variables)
@@ -163,7 +182,10 @@ class RendezvousConnection:
                 os.environ.pop(name, None)
 
     def close(self) -> None:
-        self._channel.close()
+        """Close everything; in a forked child, which may outlive this task and would hide its end."""
+        for each in (self._channel, *self._kept):
+            if each is not None:
+                each.close()
 
     def _receive(self, timeout_s: float) -> None:
         if self._error is not None:
@@ -181,4 +203,7 @@ class RendezvousConnection:
             raise self._error from None
         for line in lines:
             words = dict(word.partition("=")[::2] for word in line.split())
+            if words["cmd"] == "missing":
+                self._missing[words["key"]] = words["ranks"]
+                continue
             self._values[words["key"]].append(base64.b64decode(words["value"]))

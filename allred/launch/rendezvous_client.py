@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from allred import log, native
+from allred import log
 from allred.cluster import mpi
 from allred.errors import AllredError, CollectiveTimeout, ConfigError
 from allred.launch.rendezvous_server import PURPOSE
@@ -37,15 +37,6 @@ class Joined:
     pmi: int
     lifeline: int
     listener: socket.socket | None
-
-    def __post_init__(self) -> None:
-        os.register_at_fork(after_in_child=self._forked)
-
-    def _forked(self) -> None:
-        """Close the connections in a forked child, which may outlive this task and would hide its end."""
-        os.close(self.lifeline)
-        if self.listener is not None:
-            self.listener.close()
 
 
 class Connector:
@@ -146,7 +137,7 @@ def rendezvous(
         files = pmi.detach().detach(), lifeline.detach().detach()
     except (OSError, ValueError) as error:
         raise AllredError(
-            f"{task}: the connection to the process at {addresses[first]} failed before MPI started: {error}"
+            f"{task}: the connection to the process at {addresses[first]} failed before the tasks started: {error}"
         ) from None
     return Joined(rank, size, *files, None if task == first else listener)
 
@@ -299,14 +290,12 @@ def mpi_of_task() -> tuple[str, str]:
         )
     if not library or library.startswith("Open MPI"):
         return library, f"this Python has {library or 'no MPI'}: pip install mpich"
-    if native.arm_exit is None:
-        return library, f"the tasks need allred's C extension: {native.reason}"
     return library, ""
 
 
 def mpi_problem(mpis: Mapping[str, tuple[str, str]]) -> str:
     """Return why the tasks cannot start MPI; "" if they can. mpis: `mpi_of_task` of each, by name."""
-    what = "mode ps, clients and backend mpi, without mpirun, need MPICH"
+    what = "mode ps, clients, backend mpi and transport mpi, without mpirun, need MPICH"
     (first, (library, _)), *_ = mpis.items()
     for task, (other, problem) in mpis.items():
         if problem:

@@ -1,8 +1,9 @@
 """The rendezvous process of tasks without mpirun. It listens at the first task's address, and ends after the tasks.
 
 Each task keeps a connection, which the kernel closes when the task ends. Until all tasks have connected, this process
-sends the names of the missing ones; then it sends "go", and each task opens a second connection, which its MPI uses for
-PMI-1. A task sends the lines "up" and "left". A line sent to a task after "go" is a message to the user that ends it.
+sends the names of the missing ones; then it sends "go", and each task opens a second connection, for exchanges between
+the tasks or for PMI-1. A task sends the lines "starts" and "up", at the begin and the end of each init(), and "left". A
+line sent to a task after "go" is a message to the user that ends it.
 
 If the first task ends before all have connected, this process ends; the others try to connect again. A task that is
 restarted while its job runs waits for the end of the job.
@@ -36,7 +37,8 @@ class _Task:
     node: str
     user: int
     is_connected: bool = True
-    has_started: bool = False  # the watchers run
+    begun: int = 0  # how many times it has begun to start
+    started: int = 0  # and has started, so that the watchers run
     ended: str = ""  # "left" after success, "gone" after a failure
 
 
@@ -103,26 +105,39 @@ class RendezvousState:
 
     # Afterwards.
 
+    def begins(self, name: str) -> list[str]:
+        """A task begins to start. Return messages for it: of the tasks that have ended, and for which it would wait."""
+        self._tasks[name].begun += 1
+        return [self._end_of(other) for other in self._tasks if name in self.wait_for(other)]
+
     def started(self, name: str) -> None:
         """A task has started; the watchers report its end."""
-        self._tasks[name].has_started = True
+        self._tasks[name].started += 1
+
+    def wait_for(self, name: str) -> list[str]:
+        """Return the tasks that wait, while they start, for a task that has failed."""
+        gone = self._tasks[name]
+        others = self._tasks.items() if gone.ended == "gone" else ()
+        return [each for each, other in others if not other.ended and gone.started < other.begun > other.started]
+
+    def _end_of(self, name: str) -> str:
+        task = self._tasks[name]
+        return f"{name} (pid {task.pid} on {task.host}) has ended while the tasks started; this task ends, too"
 
     def finished(self, name: str) -> None:
         """A task has ended without an error, and waits in MPI_Finalize for the others."""
         self._tasks[name].ended = "left"
 
-    def disconnect(self, name: str) -> tuple[list[str], str]:
-        """A task has disconnected. Return the tasks that wait for it while they start, and the message for them."""
+    def disconnect(self, name: str) -> str:
+        """A task has disconnected. Return the message for those that wait for it: `wait_for`."""
         task = self._tasks[name]
         task.is_connected = False
         if not self.all_connected:
             del self._tasks[name]
-            return [], ""
+            return ""
         if not task.ended:
             task.ended = "gone"
-        start = [each for each, other in self._tasks.items() if not (other.has_started or other.ended)]
-        what = f"{name} (pid {task.pid} on {task.host}) has ended while the tasks started; this task ends, too"
-        return (start, what) if task.ended == "gone" else ([], "")
+        return self._end_of(name)
 
     def blocked_in_finalize(self) -> list[str]:
         """Return the tasks to end, which block in MPI_Finalize: those that left, if all have ended and one failed."""
@@ -209,9 +224,15 @@ class RendezvousServer:
 
     def _handle_task(self, name: str, words: list[str]) -> None:
         for word in words:
-            if word not in ("up", "left"):
+            if word == "starts":
+                for text in self._state.begins(name)[:1]:
+                    self._send_text([name], text)
+            elif word == "up":
+                self._state.started(name)
+            elif word == "left":
+                self._state.finished(name)
+            else:
                 raise ValueError(word)
-            {"up": self._state.started, "left": self._state.finished}[word](name)
         self._send_text(self._state.blocked_in_finalize(), "")
 
     def _on_task_end(self, name: str) -> None:
@@ -219,9 +240,9 @@ class RendezvousServer:
         started = self._state.all_connected
         if started:
             self._is_over = True
-        names, text = self._state.disconnect(name)
+        text = self._state.disconnect(name)
         if started:
-            self._loop.after(RENDEZVOUS_DEATH_S, lambda: self._send_text(names, text))
+            self._loop.after(RENDEZVOUS_DEATH_S, lambda: self._send_text(self._state.wait_for(name), text))
             self._send_text(self._state.blocked_in_finalize(), "")
         elif name == self._first:
             self._on_first_task_end()
@@ -295,7 +316,8 @@ class Pmi:
         cmd=get kvsname= key=                   cmd=get_result rc=0 value=     (rc=1 without a value)
         cmd=barrier_in                          cmd=barrier_out rc=0           to all, once all are in
         cmd=finalize                            cmd=finalize_ack rc=0
-        cmd=allgather key= ranks= value=           cmd=allgathered key= value=       not of PMI-1, see `_allgather`
+        cmd=allgather key= ranks= value=        cmd=allgathered key= value=       not of PMI-1, see `_allgather`
+        cmd=missing key=                        cmd=missing key= ranks=           those that have not sent a value
 
     The name is unique: MPICH derives the name of its shared memory from it, and would use that of a killed job.
     """
@@ -306,6 +328,7 @@ class Pmi:
         self._values = {"PMI_process_mapping": mapping(nodes)}
         self._in_barrier: set[int] = set()
         self._exchanges: dict[str, dict[int, str]] = {}  # values by rank, of exchanges that are not complete
+        self._members: dict[str, list[int]] = {}  # of these exchanges
 
     def handle(self, rank: int, line: str) -> list[tuple[int, str]]:
         """Handle a line of a rank. Return the answers: (rank, line). Raises ValueError if the command is unknown."""
@@ -346,10 +369,11 @@ class Pmi:
         key, ranks = words.get("key", ""), [int(word) for word in words.get("ranks", "").split(",")]
         if rank not in ranks:
             raise ValueError(f"rank {rank} is not one of {ranks}")
+        self._members[key] = ranks
         values = self._exchanges.setdefault(key, {})
         values[rank] = words.get("value", "")
         if len(values) < len(ranks):
             return []
-        del self._exchanges[key]
+        del self._exchanges[key], self._members[key]
         lines = "\n".join(f"cmd=allgathered key={key} value={values[other]}" for other in ranks)
         return [(each, lines) for each in ranks]

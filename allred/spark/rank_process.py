@@ -33,7 +33,7 @@ from allred.runtime.timings import RANK_EXIT_S
 from allred.spark import outcomes
 from allred.spark.node_context import NodeContext
 from allred.spark.outcomes import Outcome
-from allred.startup import join_in_init
+from allred.startup import Cluster, join_in_init
 
 _PR_SET_PDEATHSIG = 1
 
@@ -190,7 +190,8 @@ def main() -> None:
     os.register_at_fork(after_in_child=connection.close)  # a child must not report the outcome of the rank
     try:
         if spec.size > 1:
-            join_in_init(rendezvous_bootstrap.connect(addresses, rank_name(spec.rank), secret, listener))
+            joined = rendezvous_bootstrap.connect(addresses, rank_name(spec.rank), secret, listener)
+            join_in_init(joined, Cluster())
         result = _call(spec, addresses)
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:  # a parameter server, at its end

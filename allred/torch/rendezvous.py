@@ -24,7 +24,7 @@ from allred.comm.functions import broadcast_object
 from allred.errors import ConfigError, InputError
 from allred.launch.rendezvous_client import open_listener, shared_memory_domain
 from allred.server import enter_rendezvous
-from allred.startup import Cluster
+from allred.startup import Cluster, joined_tasks
 from allred.watch import runner_link
 from allred.watch.start import own_address
 
@@ -88,7 +88,8 @@ def init_from_store(store: Any, rank: int, size: int) -> None:
     Raises ConfigError if the processes cannot be joined, InputError if allred's rank or size differs.
     """
     if not world.is_initialized():
-        if size == 1 or (launcher.launched_size(os.environ) > 1 and not _started_by_torchrun()):
+        has_launcher = launcher.launched_size(os.environ) > 1 and not _started_by_torchrun()
+        if size == 1 or has_launcher or joined_tasks():
             allred.init()
         else:
             _join_tasks(store, rank, size)

@@ -80,7 +80,9 @@ def take_over(MPI: Any, finalizes: bool, lifeline: int = -1) -> None:  # noqa: N
         return
     _mpi = MPI
     several = MPI.COMM_WORLD.Get_size() > 1 or bool(runner_link.address())
-    _take_over(MPI.COMM_WORLD.Get_rank(), lifeline, several, _functions(MPI) if several and finalizes else None)
+    calls = finalizes and (several or _arm is not None)  # it may be armed for a world without MPI
+    number = MPI.COMM_WORLD.Get_rank()
+    _take_over(number, max(lifeline, _lifeline), several, _functions(MPI) if calls else None)
     process_end.register(_leave, finalizes)
 
 
@@ -229,7 +231,7 @@ def _leave_without_c(finalizes: bool, status: int, duty: int, code: int, words: 
     if _mpi is not None and _mpi.Is_finalized():
         return
     if not (bad or code) and duty == _TELL:
-        if finalizes:
+        if finalizes and _mpi is not None:
             _mpi.Finalize()
         return
     if watcher is not None and duty != _RELEASED:

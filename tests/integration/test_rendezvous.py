@@ -130,6 +130,7 @@ opt.step(w, np.full(3, float(rank)))
 assert w.tolist() == [-1.0] * 3, w
 allred.shutdown()
 allred.init()  # the same tasks join again
+server.target
 assert allred.allreduce(np.ones(2), allred.Sum).tolist() == [size, size]
 assert "mpi4py.MPI" not in sys.modules
 print("trained")
@@ -145,10 +146,18 @@ def test_tasks_of_mode_sync_need_no_mpi_and_may_have_different_ones():
         found = {task: future.result() for task, future in started.items()}
     assert [result.code for result in found.values()] == [0, 0, 0], text(found)
     assert all("trained" in result.out for result in found.values()), text(found)
+    with tasks(cluster(0, 2)) as t:
+        again = "allred.shutdown()\nif index: os._exit(3)\nallred.init()"
+        found = t.all({("worker", 0): again, ("worker", 1): again})
+    words = "AllredError: /job:worker/task:1 (pid "
+    assert found["worker", 0].code == 1, text(found)
+    assert words in found["worker", 0].err, text(found)
     with tasks(cluster(1, 1)) as t:
         started = {("ps", 0): t.start("ps", 0), ("worker", 0): t.start("worker", 0, mpi="openmpi")}
         found = {task: future.result() for task, future in started.items()}
-    words = "mode ps, clients and backend mpi, without mpirun, need MPICH; /job:worker/task:0: this Python has Open MPI"
+    words = (
+        "clients, backend mpi and transport mpi, without mpirun, need MPICH; /job:worker/task:0: this Python has Open"
+    )
     assert all(result.code == 1 and words in result.err for result in found.values()), text(found)
 
 
@@ -309,6 +318,37 @@ def check_between(here):
         assert "w -8.0" in found["worker", worker].out, text(found)
         assert "at loopback: False" in found["worker", worker].out, text(found)
     assert "task 0: 1000000.0 True\ntask 1: 1000000.0 False\n" in found["client", 0].out, text(found)
+
+
+MESSAGES = """
+from allred import world
+comm, found = world.current().communicator, np.zeros(500_000)
+after, before = (comm.rank + 1) % 3, (comm.rank - 1) % 3
+sent = comm.send(np.full(500_000, float(comm.rank)), after)
+assert comm.recv(found).wait() == before
+assert (found == before).all()
+sent.wait()
+print("received", "mpi4py.MPI" in sys.modules, flush=True)
+comm.barrier().wait()
+if comm.rank == 1:
+    os.kill(os.getpid(), 9)
+comm.recv(found, 1).wait()
+"""
+
+
+def test_messages_between_hosts_without_mpi_and_the_death_of_their_sender(tmp_path):
+    with hosts(2, tmp_path) as here:
+        places = [(0, 2222), (1, 2222), (1, 2223)]
+        jobs = {"worker": [f"{here.names[number]}:{port}" for number, port in places]}
+        with tasks(jobs) as t:
+            started = {
+                ("worker", task): t.start("worker", task, MESSAGES, inside=here.inside(number), secret="between us")
+                for task, (number, _) in enumerate(places)
+            }
+            found = {task: future.result() for task, future in started.items()}
+    assert all("received False\n" in result.out for result in found.values()), text(found)
+    for task in (0, 2):
+        assert re.search(r"rank 1 on ar\w+n1 was killed by signal 9", found["worker", task].err), text(found)
 
 
 ASK = """

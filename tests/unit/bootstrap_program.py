@@ -43,6 +43,7 @@ def leave() -> None:
     here = world.current()
     PROCESS_SETS.of(here).close()
     here.communicator.close()
+    PROCESS_SETS.of(here).bootstrap.close()
     world.install(None)
 
 
@@ -104,6 +105,7 @@ def main() -> None:
     if task == dies:
         return
     connection = RendezvousConnection(joined, 30.0)
+    connection.report("starts")
     ranks = RendezvousBootstrap(connection)
     assert ranks.lowest_rank_on_node() == 0
     assert ranks.broadcast_object(task, root=2) == 2

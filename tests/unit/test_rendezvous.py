@@ -84,7 +84,7 @@ def test_it_begins_when_all_are_there():
     state = RendezvousState(ADDRESSES)
     assert not state.connect(hello(W0))
     assert state.missing() == [f"{PS} (a:1)", f"{W1} (c:1)"]
-    assert state.disconnect(W0) == ([], "")
+    assert state.disconnect(W0) == ""
     assert len(state.missing()) == 3, "one that goes again is missed again"
     assert not state.all_connected
     assert complete().all_connected
@@ -112,18 +112,33 @@ def test_refused_hellos(wrong, words):
 
 def test_a_death_is_sent_to_the_tasks_that_start():
     state = complete()
+    assert [state.begins(task) for task in ADDRESSES] == [[], [], []]
     state.started(PS)
-    names, words = state.disconnect(W1)
-    assert names == [W0]
+    words = state.disconnect(W1)
+    assert state.wait_for(W1) == [W0]
     assert words == f"{W1} (pid 7 on h) has ended while the tasks started; this task ends, too"
+    state.started(W0)  # it had all of the other
+    assert state.wait_for(W1) == []
+    assert state.begins(PS) == [words], "once more, without the other"
+
+
+def test_a_task_that_starts_does_not_wait_for_one_that_has_started_and_ended():
+    state = complete()
+    for task in ADDRESSES:
+        state.begins(task)
+    state.started(W1)
+    state.disconnect(W1)
+    assert state.wait_for(W1) == []
 
 
 def test_finished_tasks_are_released_if_another_task_failed():
     state = complete()
     for task in ADDRESSES:
+        state.begins(task)
         state.started(task)
     state.finished(W0)
-    assert state.disconnect(W1)[0] == []
+    state.disconnect(W1)
+    assert state.wait_for(W1) == []
     assert state.blocked_in_finalize() == [], "one still works"
     state.finished(PS)
     assert state.blocked_in_finalize() == [PS, W0]
@@ -244,8 +259,12 @@ def test_a_task_restarted_while_its_job_runs_waits_for_its_end():
 
 FORKS = """
 import os, socket, sys, time
+from allred.launch.rendezvous_bootstrap import RendezvousConnection
 from allred.launch.rendezvous_client import Joined
-Joined(0, 2, -1, int(sys.argv[1]), socket.create_server(("127.0.0.1", int(sys.argv[2]))))
+exchanges = socket.socketpair()[0].detach()
+listener = socket.create_server(("127.0.0.1", int(sys.argv[2])))
+connection = RendezvousConnection(Joined(0, 2, exchanges, int(sys.argv[1]), listener), 1.0)
+del listener
 child = os.fork()
 if child == 0:
     os.closerange(0, 3)

@@ -92,11 +92,11 @@ def test_what_is_noted_can_be_read(tmp_path, monkeypatch):
 def test_a_timeline_begins_and_ends_with_a_world(tmp_path):
     """And is made anew where one was left open, by an init() that failed."""
     alone, path = SingleBootstrap(), tmp_path / "made" / "rank-0.timeline"
-    recording.start("none", alone, range(1))
+    recording.start("none", alone, range(1), 1.0)
     recording.compare_clocks_again()
     assert (recorder.current, os.listdir(tmp_path)) == (None, [])
     for spans in (100, 1):
-        recording.start(str(path.parent), alone, range(1))
+        recording.start(str(path.parent), alone, range(1), 1.0)
         for _ in range(spans):
             with recorder.span("apply"):
                 pass

@@ -1,15 +1,17 @@
 """A Bootstrap that uses MPI: the ranks that a launcher started."""
 
-import time
 import zlib
 from collections.abc import Sequence
 
 import numpy as np
 from mpi4py import MPI
 
+from allred import world
 from allred.comm.backends.mpi_messages import MpiMessages
 from allred.comm.bootstrap import Bootstrap
-from allred.comm.work import SPIN_WAIT_S, Polled, Steps
+from allred.comm.work import Polled, Steps, WorkQueue
+
+_abandoned: list[WorkQueue] = []  # MPI may still use the memory of their operations
 
 
 class MpiBootstrap(Bootstrap):
@@ -22,10 +24,19 @@ class MpiBootstrap(Bootstrap):
         self.mpi, self.launcher_ends_job = comm, launcher_ends_job
 
     def allgather(self, value: bytes) -> list[bytes]:
+        queue = WorkQueue(world.config().timeout_s)
+        try:
+            return queue.start("an exchange of all ranks", self._allgather(value)).wait()
+        except BaseException:
+            _abandoned.append(queue)
+            raise
+
+    def _allgather(self, value: bytes) -> Steps[list[bytes]]:
         sizes = np.empty(self.size, np.int64)
-        _complete(self.mpi.Iallgather(np.array([len(value)], np.int64), sizes))
+        yield Polled(self.mpi.Iallgather(np.array([len(value)], np.int64), sizes).Test, waits_for_peers=True)
         whole = np.empty(int(sizes.sum()), np.uint8)
-        _complete(self.mpi.Iallgatherv(np.frombuffer(value, np.uint8), [whole, sizes.tolist()]))
+        parts = [whole, sizes.tolist()]
+        yield Polled(self.mpi.Iallgatherv(np.frombuffer(value, np.uint8), parts).Test, waits_for_peers=True)
         return [part.tobytes() for part in np.split(whole, np.cumsum(sizes)[:-1])]
 
     def subset(self, ranks: Sequence[int], title: str = "") -> "MpiBootstrap":
@@ -63,13 +74,6 @@ class MpiBootstrap(Bootstrap):
 
     def close(self) -> None:
         self.mpi.Free()
-
-
-def _complete(request: MPI.Request) -> None:
-    """Wait for an operation. Ctrl-C ends the wait, as it does not end MPI's own."""
-    wait = Polled(request.Test)
-    while not wait.spin_wait():
-        time.sleep(SPIN_WAIT_S)
 
 
 def _tag(title: str) -> int:

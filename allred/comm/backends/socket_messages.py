@@ -199,7 +199,7 @@ class MessageSockets:
         self.lost: dict[int, str] = {}  # the host of each rank whose connection was lost
         self.is_moving = False  # while this rank handles messages; stays true after an exception, and after the end
         self._lock = threading.Lock()
-        self._started: deque[_SocketSend | _SocketReceive] = deque()  # since the last progress
+        self.started: deque[_SocketSend | _SocketReceive] = deque()  # by any thread, since the last progress
         self._outgoing: dict[int, _Outgoing] = {}
         self._incoming: dict[int, _Incoming] = {}
         self._receives: dict[Key, list[_SocketReceive]] = {}  # for which no message has arrived
@@ -240,10 +240,6 @@ class MessageSockets:
         _, domain, _, _, token, address = self._ranks[peer]
         return f"\0allred-{token}" if domain == self._ranks[self.rank][1] else address, token
 
-    def start(self, operation: _SocketSend | _SocketReceive) -> None:
-        """Let the next `progress` start an operation: another thread may be there."""
-        self._started.append(operation)
-
     def progress(self) -> None:
         """Let messages move, without waiting. One thread at a time does it."""
         if not self._lock.acquire(blocking=False):
@@ -256,14 +252,13 @@ class MessageSockets:
                 )
             self._write()
             self.loop.turn(0.0)
-            self._write()
         finally:
             self._lock.release()
 
     def _write(self) -> None:
         self.is_moving = True
-        while self._started:
-            operation = self._started.popleft()
+        while self.started:
+            operation = self.started.popleft()
             if isinstance(operation, _SocketSend):
                 self._send(operation)
             else:
@@ -349,17 +344,17 @@ class SocketMessages(Messages):
         send = _SocketSend(self._sockets, self._ranks[peer], data)
         send.number = next(self._sockets.numbers) if synchronous else 0
         send.header = _HEADER.pack(self._number, send.number, data.nbytes, tag, self._sockets.generation, 0)
-        self._sockets.start(send)
+        self._sockets.started.append(send)
         return send
 
     def receive(self, buffer: Array, peer: int, tag: int, waits_for_peers: bool = True) -> _SocketReceive:
         receive = _SocketReceive(self._sockets, -1 if peer < 0 else self._ranks[peer], buffer, waits_for_peers)
         receive.key, receive.ranks = (self._number, tag), self._ranks
-        self._sockets.start(receive)
+        self._sockets.started.append(receive)
         return receive
 
     def lost_peers(self) -> dict[int, str]:
-        return {self._ranks.index(rank): host for rank, host in self._sockets.lost.items() if rank in self._ranks}
+        return {self._ranks.index(rank): host for rank, host in dict(self._sockets.lost).items() if rank in self._ranks}
 
     def close(self, incomplete: list[Any]) -> None:
         self._sockets.forget(self._number)
