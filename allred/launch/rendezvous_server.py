@@ -349,6 +349,10 @@ class Pmi:
             return [(each, "cmd=barrier_out rc=0") for each in range(self._size)]
         if command == "allgather":
             return self._allgather(rank, words)
+        if command == "missing":
+            key = words.get("key", "")
+            left = [each for each in self._members.get(key, []) if each not in self._exchanges[key]]
+            return [(rank, f"cmd=missing key={key} ranks={','.join(map(str, left))}")]
         if command == "abort":  # allred's own exit protocol ends the others
             return []
         answer = {

@@ -147,11 +147,13 @@ def test_tasks_of_mode_sync_need_no_mpi_and_may_have_different_ones():
     assert [result.code for result in found.values()] == [0, 0, 0], text(found)
     assert all("trained" in result.out for result in found.values()), text(found)
     with tasks(cluster(0, 2)) as t:
-        again = "allred.shutdown()\nif index: os._exit(3)\nallred.init()"
-        found = t.all({("worker", 0): again, ("worker", 1): again})
+        again = "allred.shutdown()\nif index: time.sleep(2)\nallred.init()\nallred.shutdown()\n"
+        again += "if index: os._exit(3)\nallred.init()"
+        found = t.all({("worker", 0): again, ("worker", 1): again}, stall_warning_s=1)
     words = "AllredError: /job:worker/task:1 (pid "
     assert found["worker", 0].code == 1, text(found)
     assert words in found["worker", 0].err, text(found)
+    assert "allred: rank 0 has waited for 1 s for /job:worker/task:1; for 1800 s at most" in found["worker", 0].err
     with tasks(cluster(1, 1)) as t:
         started = {("ps", 0): t.start("ps", 0), ("worker", 0): t.start("worker", 0, mpi="openmpi")}
         found = {task: future.result() for task, future in started.items()}

@@ -37,6 +37,16 @@ def test_what_one_has_put_all_get_after_the_barrier():
     assert pmi.handle(0, "cmd=barrier_in") == [], "the next barrier begins anew"
 
 
+def test_values_go_to_all_members_once_all_have_sent_theirs():
+    pmi = Pmi(["a"] * 4)
+    assert pmi.handle(2, "cmd=allgather key=k ranks=2,0,3 value=two") == []
+    assert pmi.handle(0, "cmd=allgather key=k ranks=2,0,3 value=zero") == []
+    assert pmi.handle(0, "cmd=missing key=k") == [(0, "cmd=missing key=k ranks=3")]
+    lines = "\n".join(f"cmd=allgathered key=k value={value}" for value in ("two", "zero", "three"))
+    assert pmi.handle(3, "cmd=allgather key=k ranks=2,0,3 value=three") == [(2, lines), (0, lines), (3, lines)]
+    assert pmi.handle(0, "cmd=missing key=k") == [(0, "cmd=missing key=k ranks=")], "complete, but not received yet"
+
+
 def test_two_worlds_have_two_names():
     names = {Pmi(["a"]).handle(0, "cmd=get_my_kvsname")[0][1] for _ in range(3)}
     assert len(names) == 3
