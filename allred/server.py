@@ -45,7 +45,7 @@ class Server:
         workers_job = self._check()
         if world.is_initialized():
             raise AllredError("allred.Server() calls allred.init() itself; call only one of them, and once")
-        launched = launcher.launched_size(os.environ)
+        launched = len(joined_tasks()) or launcher.launched_size(os.environ)
         tasks = self.cluster.addresses()
         here = Cluster(workers_job, tasks=tuple(tasks))
         servers = self.cluster.num_tasks(SERVERS) if SERVERS in self.cluster.jobs else 0
@@ -53,7 +53,7 @@ class Server:
         task = self._given(job_name, task_index)
         if launched > 1 and launched != len(tasks):
             raise ConfigError(
-                f"allred.Server: the launcher started {launched} processes, but the cluster has {len(tasks)} tasks"
+                f"allred.Server: this is one of {launched} processes, but the cluster has {len(tasks)} tasks"
             )
         if launched > 1 or len(tasks) == 1:
             enter(None, here, **modes)
@@ -145,8 +145,5 @@ def enter_rendezvous(
     """Join the other tasks without a launcher, as `init`; see `rendezvous_bootstrap.connect`."""
     from allred.launch.rendezvous_bootstrap import connect
 
-    if (joined := joined_tasks()) and joined != tuple(addresses):
-        raise AllredError(f"this process is a task of a cluster with {joined[0]} already; it cannot join another one")
-    if not joined:
-        join_in_init(connect(addresses, task, secret, listener), cluster)
+    join_in_init(connect(addresses, task, secret, listener), cluster)
     enter(None, cluster, **arguments)

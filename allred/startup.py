@@ -107,8 +107,9 @@ _tasks: "tuple[RendezvousConnection, Cluster] | None" = None
 def join_in_init(connection: "RendezvousConnection", cluster: Cluster) -> None:
     """Let each init() of this process join other tasks. connection: of `rendezvous_bootstrap.connect`."""
     global _tasks
+    if _tasks is None:
+        os.register_at_fork(after_in_child=_forget_tasks)
     _tasks = connection, cluster
-    os.register_at_fork(after_in_child=_forget_tasks)
 
 
 def _forget_tasks() -> None:
@@ -117,7 +118,7 @@ def _forget_tasks() -> None:
 
 
 def joined_tasks() -> tuple[str, ...]:
-    """Return the names of the tasks that a rendezvous has joined; none without one."""
+    """Return the names of the tasks that init() joins, if no launcher has started them; else none."""
     return _tasks[0].tasks if _tasks is not None else ()
 
 
@@ -135,8 +136,8 @@ def enter(comm: Any, cluster: Cluster | None = None, **arguments: Any) -> None:
             "allred.init() after allred.shutdown() of mode ps: the parameter servers have left, and their programs "
             "have ended; keep one init() for the whole program, or let servers call allred.Server.join()"
         )
-    joins_tasks = comm is None and _tasks is not None and (cluster is None or cluster.tasks == joined_tasks())
-    if comm is None and cluster is None and not joins_tasks:
+    tasks = _tasks if comm is None else None
+    if comm is None and cluster is None and tasks is None:
         mpi.check_torchrun()
     settings: dict[str, Any] | str
     try:
@@ -145,8 +146,10 @@ def enter(comm: Any, cluster: Cluster | None = None, **arguments: Any) -> None:
         settings = str(error)
     try:
         watch.spawn_early(settings)
-        if joins_tasks and _tasks is not None:
-            _join_tasks(_tasks[0], settings, cluster or _tasks[1])
+        if tasks is not None:
+            connection, before = tasks
+            join_in_init(connection, cluster or before)
+            _join_tasks(connection, settings, cluster or before)
         else:
             with startup_timeout(settings):
                 _join_ranks(*_start_mpi(comm), settings, cluster or Cluster())

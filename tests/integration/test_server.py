@@ -83,7 +83,7 @@ allred.distributed(allred.optim.SGD(1.0))
 def test_a_cluster_or_a_task_that_is_not_what_mpirun_started():
     result = mpirun(2, "-c", NOT_STARTED)
     assert result.code == 1, result.text
-    words = "the launcher started 2 processes, but the cluster has 4 tasks"
+    words = "this is one of 2 processes, but the cluster has 4 tasks"
     assert result.out.count(words) == 2, result.text
     assert "this is rank 0 of mpirun, /job:ps/task:0; got /job:worker/task:0" in result.err, result.text
 
