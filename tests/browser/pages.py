@@ -1,7 +1,10 @@
 """What a page in the browser has done: messages of its console, addresses it loaded, its width."""
 
 import json
+import time
 from typing import Any
+
+LAYOUT_S = 5.0  # limit of the layout of a page
 
 
 def console_errors(browser: Any) -> list[str]:
@@ -24,7 +27,13 @@ def set_size(browser: Any, width: int, height: int = 1000, dark: bool = False) -
 
 
 def overflow(browser: Any) -> int:
-    """Return by how many pixels the page is wider than its screen, without the bar for vertical scrolling."""
-    return int(
-        browser.execute_script("return document.documentElement.scrollWidth - document.documentElement.clientWidth")
-    )
+    """Return by how many pixels the page is wider than its screen, without the bar for vertical scrolling, once its
+    scripts and styles have laid it out: a page that is too wide stays so."""
+    until = time.monotonic() + LAYOUT_S
+    while True:
+        width = int(
+            browser.execute_script("return document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        )
+        if width <= 0 or time.monotonic() > until:
+            return width
+        time.sleep(0.05)
