@@ -256,7 +256,8 @@ def _raised_by_all(bootstrap: Bootstrap) -> Iterator[None]:
         yield
     except (ConfigError, InputError) as error:
         bootstrap.close()
-        error.raised_by_all = bootstrap.rank
+        # The first rank prints it; each task, because tasks may have terminals of their own.
+        error.raised_by_all = bootstrap.rank if bootstrap.launcher_ends_job else 0
         raise
 
 

@@ -33,9 +33,8 @@ class ProcessSets:
     """The communicators of the process sets of a world, and what they are created from.
 
     bootstrap: of all ranks of the world; the workers come after `servers` servers. everyone: the communicator of all
-    workers. facts: of each worker. config: with the transport of
-    all workers, not auto, if they are on several nodes. made: the communicators by ranks, shared by equal sets; and by
-    the keys of `_subgroup`.
+    workers. facts: of each worker. config: with the transport of all workers, not auto, if they are on several nodes.
+    made: the communicators by ranks, shared by equal sets; and by the keys of `_subgroup`.
     """
 
     bootstrap: Bootstrap

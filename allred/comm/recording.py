@@ -101,8 +101,8 @@ def stop() -> None:
 def measure_clock(messages: Messages, ranks: Sequence[int]) -> Steps[tuple[int, int, int]]:
     """Compare this rank's clock with that of the first of `ranks`, the chief. Returns (time, offset, error) in ns.
 
-    The chief sends its clock to each rank several times. A request sent at time a whose
-    reply c arrives at time b, by the clock of the rank, shows that the clock of the chief is ahead by
+    The chief sends its clock to each rank several times. A request sent at time a whose reply c arrives at time b, by
+    the clock of the rank, shows that the clock of the chief is ahead by
 
         c - (a + b) / 2  +-  (b - a) / 2
 

@@ -134,7 +134,7 @@ class WorldCoordinator:
 
     target: the number of members that the user wants; minimum: with less, nobody trains.
     phase: "gathering", "forming", "training" or "ended". generation: of the last world that was formed; 0: none yet.
-    members: those of this world that live, in rank order. end: the message that all members got, in phase "ended".
+    members: the living members of this world, in rank order. end: in phase "ended", the message to all members.
     change: the last formation.
 
     Attributes are replaced, never modified.

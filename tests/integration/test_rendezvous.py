@@ -154,6 +154,10 @@ def test_tasks_of_mode_sync_need_no_mpi_and_may_have_different_ones():
     assert found["worker", 0].code == 1, text(found)
     assert words in found["worker", 0].err, text(found)
     assert "allred: rank 0 has waited for 1 s for /job:worker/task:1; for 1800 s at most" in found["worker", 0].err
+    with tasks(cluster(0, 2)) as t:
+        found = t.all({("worker", 0): "", ("worker", 1): ""}, pretend_nodes="9")
+    for result in found.values():
+        assert result.err.count("allred: ConfigError: pretend_nodes='9' must be") == 1, text(found)
     with tasks(cluster(1, 1)) as t:
         started = {("ps", 0): t.start("ps", 0), ("worker", 0): t.start("worker", 0, mpi="openmpi")}
         found = {task: future.result() for task, future in started.items()}
