@@ -33,7 +33,7 @@ _NAMES_BY_MODULE = {
     "allred.comm.work": "Work",
     "allred.errors": (
         "AllredError CheckpointError CollectiveTimeout ConfigError DataError DriftError InputError MismatchError "
-        "NonFiniteError NotInitializedError RemoteRankError ShutdownError"
+        "NonFiniteError NotInitializedError RanksChanged RemoteRankError ShutdownError"
     ),
     "allred.modes.clipping": "GradScaler",
     "allred.modes.decorator": "distributed",

@@ -75,6 +75,7 @@ from allred.errors import (
     MismatchError,
     NonFiniteError,
     NotInitializedError,
+    RanksChanged,
     RemoteRankError,
     ShutdownError,
 )
@@ -94,7 +95,8 @@ __version__: str
 __all__ = [
     "AllredError", "Average", "CheckpointError", "ClusterSpec", "CollectiveTimeout", "Compression", "ConfigError",
     "DataError", "DistributedOptimizer", "DriftError", "GradScaler", "InputError", "Join", "Max", "Min",
-    "MismatchError", "NonFiniteError", "NotInitializedError", "ProcessSet", "Product", "ReduceOp", "RemoteRankError",
+    "MismatchError", "NonFiniteError", "NotInitializedError", "ProcessSet", "Product", "RanksChanged", "ReduceOp",
+    "RemoteRankError",
     "SampleStatistics", "Server", "Session", "SharedCounter", "ShutdownError", "Sum", "Towers", "Work", "allgather",
     "allgather_async", "allgather_object", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_",
     "allreduce_with", "alltoall", "alltoall_async", "argmax", "argmin", "barrier", "barrier_async", "broadcast",

@@ -71,5 +71,13 @@ class RemoteRankError(AllredError, RuntimeError):
         self.traceback = traceback
 
 
+class RanksChanged(RemoteRankError):  # noqa: N818  (it is an event, and no failure of this rank)
+    """The ranks of a job of `allred run --elastic` change, because one has died or others join. The operation in which
+    it is raised has not completed on this rank. The next batch of `allred.data` forms the new world (docs/recovery.md).
+
+    rank: the rank that has died; -1 if none has.
+    """
+
+
 class ShutdownError(AllredError):
     """Mode ps: a server or worker received SIGTERM. The next step of every worker raises it."""

@@ -1,5 +1,6 @@
 """The environment variables of launchers."""
 
+import os
 from collections.abc import Mapping, Sequence
 
 PREFIXES = ("PMI", "PRTE_", "HYDI_", "HYDRA_", "MPI_", "OMPI_")  # MPIR_CVAR_... are settings of MPICH
@@ -7,6 +8,20 @@ _RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")  # set by an MPI launc
 
 _LOCAL_RANK = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 _LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+
+
+AGENT = "ALLRED_AGENT"  # of a process of an elastic job: the socket of its agent, its name, its host's address
+
+_agent: str | None = None  # before the first call of `agent`
+
+
+def agent() -> str:
+    """Return the value of AGENT; "" without it. Removes it from the environment: programs that this one starts are no
+    processes of the job."""
+    global _agent
+    if _agent is None:
+        _agent = os.environ.pop(AGENT, "")
+    return _agent
 
 
 def rank(environ: Mapping[str, str]) -> int | None:

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from allred import arena, errors, log, native, numbering, world
+from allred import arena, errors, launcher_variables, log, native, numbering, world
 from allred.cluster import mpi, processors, topology
 from allred.cluster.processors import Cores
 from allred.cluster.spec import CLIENT
@@ -43,6 +43,7 @@ from allred.world import World
 
 if TYPE_CHECKING:
     from allred.launch.rendezvous_bootstrap import RendezvousConnection
+    from allred.membership.recovery import Recovery
 
 _servers_ended = False  # whether this process has left mode ps, and the programs of its servers end
 
@@ -137,13 +138,16 @@ def enter(comm: Any, cluster: Cluster | None = None, **arguments: Any) -> None:
             "have ended; keep one init() for the whole program, or let servers call allred.Server.join()"
         )
     tasks = _tasks if comm is None else None
-    if comm is None and cluster is None and tasks is None:
+    agent = launcher_variables.agent() if comm is None and cluster is None and tasks is None else ""
+    if comm is None and cluster is None and tasks is None and not agent:
         mpi.check_torchrun()
     settings: dict[str, Any] | str
     try:
         settings = explicit_settings(os.environ, arguments)
     except ConfigError as error:
         settings = str(error)
+    if agent:
+        return _join_elastic(agent, settings)
     try:
         watch.spawn_early(settings)
         if tasks is not None:
@@ -233,6 +237,63 @@ def _join_tasks(connection: "RendezvousConnection", settings: dict[str, Any] | s
         exit_protocol.take_over_without_mpi(bootstrap.rank, connection.lifeline)
         _create_world(bootstrap, "no MPI", facts, cluster)
     connection.report("up")
+
+
+_recovery: "Recovery | None" = None  # after init() in a job of `allred run --elastic`
+
+
+def _join_elastic(agent: str, settings: dict[str, Any] | str) -> None:
+    """Join a job of `allred run --elastic`, whose worlds are formed again when ranks die or join."""
+    global _recovery
+    from allred.launch.rendezvous_bootstrap import RendezvousBootstrap
+    from allred.membership.agent_connection import AgentConnection
+    from allred.membership.recovery import Recovery
+
+    if _recovery is not None:
+        raise AllredError("allred.init() was called again after allred.shutdown(), in a job of `allred run --elastic`")
+    limit_s = settings.get("timeout_s", Config.timeout_s) if isinstance(settings, dict) else Config.timeout_s
+    connection = AgentConnection(agent, limit_s)
+
+    def create() -> None:
+        bootstrap = RendezvousBootstrap(connection)
+        bootstrap.generation = connection.member.generation
+        world.note_generation(bootstrap.generation - 1)
+        facts = _exchange_facts(bootstrap, "", settings)
+        with _raised_by_all(bootstrap):
+            config = settle([each.settings for each in facts])
+            refused = {
+                "mode ps": config.mode == "ps", "backend mpi": "mpi" in (config.backend, config.transport),
+                "backend nccl": config.backend == "nccl", "ALLRED_TIMELINE": config.timeline not in ("", "none"),
+                "a rank without allred's C extension": not all(each.transport.has_kernels for each in facts),
+            }  # fmt: skip
+            if any(refused.values()):
+                names = ", ".join(name for name, is_used in refused.items() if is_used)
+                raise ConfigError(f"{names} cannot be used with `allred run --elastic`")
+        _create_world(bootstrap, "no MPI", facts, Cluster())
+
+    _recovery = Recovery(connection, create, _abandon)
+    process_end.register(_stop_watcher)
+    _recovery.join()
+
+
+def _stop_watcher() -> None:
+    """At the end of a process of an elastic job."""
+    if (watcher := world.watcher()) is not None:
+        watcher.send("left")
+        watcher.ending()
+
+
+def _abandon() -> None:
+    """Leave a world whose ranks change. Not collective."""
+    here = world.current_or_none()
+    if here is None:
+        return
+    sets = PROCESS_SETS.of(here)
+    assert sets is not None
+    for communicator in (here.communicator, *sets.made.values()):
+        communicator.queue.poison("the ranks of the job have changed")
+    _close(here)
+    sets.bootstrap.close()
 
 
 def _exchange_facts(bootstrap: Bootstrap, library: str, settings: dict[str, Any] | str) -> list[_Facts]:
@@ -381,6 +442,7 @@ def _world(plan: _Decisions, facts: list[_Facts], bootstrap: Bootstrap, cluster:
         cores=processors.share(cores, hosts, rank),
         generation=bootstrap.generation,
         in_cluster=bool(cluster.tasks),
+        recovery=_recovery,
     )
     PROCESS_SETS.set(here, ProcessSets(bootstrap, plan.servers, communicator, plan.facts, of_sets))
     here.queues.add(communicator.queue)
@@ -429,7 +491,9 @@ def _start_watchers(plan: _Decisions, facts: list[_Facts], bootstrap: Bootstrap)
     everyone = numbering.number(plan.nodes, bootstrap.rank)
     reach = "network" if len({each.host for each in facts}) > 1 else "host" if everyone.nodes > 1 else ""
     expendable = tuple(plan.workers) if plan.servers else ()
-    watch.start(bootstrap, everyone, plan.config, reach, expendable=expendable, launcher=bootstrap.launcher_ends_job)
+    serve = None if _recovery is None else _recovery.serve_watcher
+    launcher = bootstrap.launcher_ends_job
+    watch.start(bootstrap, everyone, plan.config, reach, expendable=expendable, launcher=launcher, serve=serve)
     if plan.servers or plan.clients:
         watch.set_role(topology.role())
     elif (number := facts[bootstrap.rank].mpi_rank) != bootstrap.rank:
@@ -477,8 +541,6 @@ def shutdown() -> None:
 
     Example: `allred.shutdown()`, then `allred.init(backend="mpi")`.
     """
-    from allred.cluster import threads  # imports threadpoolctl
-
     here = world.current()
     communicator = here.communicator
     exit_callbacks.call(sys.exc_info()[1])
@@ -487,14 +549,21 @@ def shutdown() -> None:
         recording.compare_clocks_again()
     _leave_servers()
     _leave_workers()
+    is_sound, sets = not communicator.queue.poisoned, PROCESS_SETS.of(here)
+    _close(here)
+    if sets is not None and is_sound:
+        sets.bootstrap.close()
+
+
+def _close(here: World) -> None:
+    """Close the world, except for the Bootstrap."""
+    from allred.cluster import threads  # imports threadpoolctl
+
     watch.stop()
-    is_sound = not communicator.queue.poisoned
     sets = PROCESS_SETS.of(here)
     if sets is not None:
         sets.close()
-    communicator.close()
-    if sets is not None and is_sound:
-        sets.bootstrap.close()
+    here.communicator.close()
     recording.stop()
     arena.disable()
     if (limit := threads.LIMIT.of(here)) is not None:

@@ -35,6 +35,8 @@ class World:
     counters: of the steps of this rank, for monitors. slots: see `Slot`.
     generation: the number of this world in the job, from 1; the same on all ranks. Headers carry it, so an operation of
     a rank that is still in an older world is an error.
+    recovery: the `Recovery`, which forms the next world, in a job of `allred run --elastic`; else None. Its class is
+    above this module.
     """
 
     topology: Numbering
@@ -51,6 +53,7 @@ class World:
     process: int = dataclasses.field(default_factory=os.getpid)  # the rank's own process, not a fork
     slots: "dict[Slot[Any], Any]" = dataclasses.field(default_factory=dict)
     generation: int = 1
+    recovery: Any = None
 
 
 class Slot(Generic[T]):
@@ -91,6 +94,12 @@ def install(world: World | None) -> None:
     _world = world
     if world is not None:
         last_generation = world.generation
+
+
+def note_generation(number: int) -> None:
+    """Note the number of a world that other processes of this job have had."""
+    global last_generation
+    last_generation = max(last_generation, number)
 
 
 def override(overrides: threading.local | None) -> None:
@@ -143,4 +152,6 @@ def error() -> AllredError | None:
     if link is not None and link.has_error:
         return link.error()
     here = current_or_none()
-    return None if here is None else here.failure
+    if here is None or here.recovery is None:
+        return None if here is None else here.failure
+    return here.recovery.error()

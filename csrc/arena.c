@@ -17,7 +17,7 @@
 #define MAX_INTERRUPTS 100
 #define RESERVE_BYTES ((size_t)16 << 20)
 
-enum { COLD, WARM, LIVE };
+enum { COLD, WARM, LIVE, HELD };
 
 /* The block that starts at a unit. Entries of other units are not used. */
 typedef struct {
@@ -202,16 +202,26 @@ size_t allred_arena_block_bytes(const void *address) {
   return bytes;
 }
 
+/* Make a block that is in no list a warm free one. Return the merged block. */
+static uint32_t recycle(uint32_t start) {
+  const uint32_t units = arena.blocks[start].units;
+  arena.live -= units;
+  arena.warm += units;
+  start = release(start, WARM);
+  limit_warm_blocks(start);
+  return start;
+}
+
 void allred_arena_free(void *address) {
   const uint32_t start = start_of(address);
   pthread_mutex_lock(&arena.mutex);
   const uint32_t units = arena.blocks[start].units;
   if (arena.inherited) {
     madvise(address, units * arena.unit, MADV_DONTNEED); /* a private copy */
-  } else if (!arena.frozen) {
-    arena.live -= units;
-    arena.warm += units;
-    limit_warm_blocks(release(start, WARM));
+  } else if (arena.frozen) {
+    arena.blocks[start].state = HELD;
+  } else {
+    recycle(start);
   }
   pthread_mutex_unlock(&arena.mutex);
 }
@@ -219,6 +229,14 @@ void allred_arena_free(void *address) {
 void allred_arena_freeze(void) {
   pthread_mutex_lock(&arena.mutex);
   arena.frozen = 1;
+  pthread_mutex_unlock(&arena.mutex);
+}
+
+void allred_arena_thaw(void) {
+  pthread_mutex_lock(&arena.mutex);
+  arena.frozen = 0;
+  for (uint32_t start = 0; arena.bytes && !arena.inherited && start < arena.end; start += arena.blocks[start].units)
+    if (arena.blocks[start].state == HELD) start = recycle(start);
   pthread_mutex_unlock(&arena.mutex);
 }
 

@@ -37,8 +37,12 @@ int allred_arena_contains(const void *address);
 size_t allred_arena_block_bytes(const void *address);
 void allred_arena_free(void *address);
 
-/* From now on no block is served, freed or reused: a late peer may still write into any of them. */
+/* Until the thaw no block is served or reused, because a late peer may still write into any of them. A block that is
+ * freed meanwhile is held. */
 void allred_arena_freeze(void);
+
+/* End the freeze: no peer of before writes any more. Blocks that were held are free. */
+void allred_arena_thaw(void);
 
 typedef struct {
   size_t bytes, live, committed; /* the arena; live blocks; everything that has pages */

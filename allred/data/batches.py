@@ -103,6 +103,7 @@ def batches(
     [3 4] [30 40] {'epoch': 0, 'samples': 4, 'rows': 5, 'seed': None}
     [] [] {'epoch': 0, 'samples': 5, 'rows': 5, 'seed': None}
     """
+    follows_ranks = rank is None and size is None
     rank, size = resolve_rank("batches", rank, size)
     if not columns:
         raise InputError("batches() needs at least one array")
@@ -118,7 +119,9 @@ def batches(
     boolean("batches: drop_last", drop_last)
     if drop_last and batch_size > rows:
         raise InputError(f"batches: with drop_last there are no batches: {rows} rows do not fill one of {batch_size}")
-    return Batches(Columns(found), Sampler(rows, batch_size, epochs, seed, drop_last), rank, size)
+    made = Batches(Columns(found), Sampler(rows, batch_size, epochs, seed, drop_last), rank, size)
+    made.follows_ranks = follows_ranks
+    return made
 
 
 # Streams.
@@ -263,6 +266,7 @@ def stream(
     [20 30]
     [60]
     """
+    follows_ranks = rank is None and size is None
     rank, size = resolve_rank("stream", rank, size)
     batch_size = check_batch_size("stream", batch_size, size)
     epochs = integer("stream: epochs", epochs, 0)
@@ -274,7 +278,9 @@ def stream(
             f"stream: {type(source).__name__} can be iterated over only once, but epochs={epochs}; pass an object "
             "whose __iter__ starts again, such as allred.data.tfrecord(...)"
         )
-    return Stream(records, batch_size, epochs, drop_last, decode, rank, size)
+    made = Stream(records, batch_size, epochs, drop_last, decode, rank, size)
+    made.follows_ranks = follows_ranks
+    return made
 
 
 def _skip(records: Iterator[Any], count: int) -> int:

@@ -12,6 +12,7 @@ the batch of a step is not known. That is harmless while all ranks have equal sh
 wrong weights of gradients would go unnoticed.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -238,6 +239,7 @@ class Loader:
     epochs: int
     drop_last: bool
     function: str  # the public function that returns this loader
+    follows_ranks = False  # whether its shares are those of this rank, also after the ranks have changed
 
     def __init__(self, rank: int, size: int, load: Load, identity: dict[str, Any]) -> None:
         """load: picklable function that makes a batch. identity: values that a saved position is valid for."""
@@ -255,9 +257,34 @@ class Loader:
     def iterate(self, fetch: Fetch) -> Iterator[Any]:
         """Iterate over batches that `fetch` makes from their specifications."""
         start, self._start = self._start, BEGIN
+        here = world.current_or_none()
+        recovery = here.recovery if here is not None and self.follows_ranks else None
+        return self._iterate_from(start, fetch) if recovery is None else self._follow(start, fetch, recovery)
+
+    def _iterate_from(self, start: Position, fetch: Fetch) -> Generator[Any, None, None]:
         where = f"epoch {start.epoch}, sample {start.samples}"
         iteration = Iteration(self.rank, self.size, self.arguments, where)
         return self._yield_batches(fetch(self.specs(start), self.load), iteration)
+
+    def _follow(self, start: Position, fetch: Fetch, recovery: Any) -> Iterator[Any]:
+        """As `_iterate_from`. recovery: a `Recovery`. When the ranks change, form the next world, and continue after
+        the committed batch with the shares of the new ranks."""
+        loop = recovery.begin_loop(start)
+        try:
+            while loop.committed is not None:
+                loop.position = loop.committed
+                with contextlib.closing(self._iterate_from(loop.committed, fetch)) as batches:
+                    for batch in batches:
+                        loop.position = self._position
+                        yield batch
+                        if recovery.is_due:
+                            break
+                    else:
+                        return
+                recovery.form()
+                self.rank, self.size = topology.rank(), topology.size()
+        finally:
+            recovery.end_loop(loop)
 
     @property
     def arguments(self) -> LoaderArguments:
@@ -265,7 +292,7 @@ class Loader:
         own = {"batch_size": self.batch_size, "epochs": self.epochs, "drop_last": self.drop_last}
         return LoaderArguments(self.function, tuple({**self._identity, **own}.items()))
 
-    def _yield_batches(self, fetched: Fetched, iteration: Iteration) -> Iterator[Any]:
+    def _yield_batches(self, fetched: Fetched, iteration: Iteration) -> Generator[Any, None, None]:
         try:
             for spec, batch in fetched:
                 iteration.count_batch(spec.share, spec.total)

@@ -1,5 +1,6 @@
 """A Bootstrap that uses the rendezvous process of tasks without a launcher, and no MPI."""
 
+import abc
 import base64
 import contextlib
 import hashlib
@@ -34,9 +35,7 @@ class RendezvousBootstrap(Bootstrap):
     _opened: MessageSockets | None = None  # by this Bootstrap, which closes them
     _sockets: MessageSockets | None = None
 
-    def __init__(
-        self, connection: "RendezvousConnection", members: Sequence[int] | None = None, title: str = ""
-    ) -> None:
+    def __init__(self, connection: "TaskConnection", members: Sequence[int] | None = None, title: str = "") -> None:
         self._connection, self._title = connection, title
         self._members = tuple(range(connection.size) if members is None else members)
         super().__init__(self._members.index(connection.rank), len(self._members))
@@ -90,33 +89,49 @@ def connect(
     return RendezvousConnection(joined, limit_s, tuple(addresses))
 
 
-class RendezvousConnection:
-    """The connection of this task to the rendezvous process. limit_s: how long an exchange may take, in seconds.
-    warn_s: after this time, print a warning. tasks: the names of all. lifeline: the descriptor of the connection that
-    reports the end of this task."""
+class TaskConnection(abc.ABC):
+    """The connection of this task to a process that passes values between the tasks. Each of them is a rank.
 
-    uses_mpi = False  # whether the tasks have started MPI with it
+    rank, size: of this task, and the number of tasks. tasks: the names of all, or none. limit_s: how long an exchange
+    may take, in seconds. warn_s: after this time, print a warning. lifeline: the descriptor of the connection that
+    reports the end of this task; -1: there is none. uses_mpi: whether the tasks have started MPI with it.
+    """
 
-    def __init__(self, joined: Joined, limit_s: float, tasks: tuple[str, ...] = ()) -> None:
-        self.tasks = tasks
-        self.rank, self.size, self.lifeline = joined.rank, joined.size, joined.lifeline
-        self.limit_s, self.warn_s = limit_s, math.inf
-        self._channel = Channel(socket.socket(fileno=joined.pmi))
-        self._kept = socket.socket(fileno=joined.lifeline), joined.listener
-        self._poller = select.poll()  # the connection of PMI-1 carries the exchanges
-        for file in (joined.pmi, joined.lifeline):
-            self._poller.register(file, select.POLLIN)
-        os.register_at_fork(after_in_child=self.close)
+    rank: int
+    size: int
+    lifeline = -1
+    uses_mpi = False
+
+    def __init__(self, limit_s: float, tasks: tuple[str, ...] = ()) -> None:
+        self.tasks, self.limit_s, self.warn_s = tasks, limit_s, math.inf
         self._exchanges: dict[str, int] = defaultdict(int)  # how many exchanges were begun, by members and title
         self._values: dict[str, list[bytes]] = {}  # the values that have arrived, by the key of the exchange
         self._sizes: dict[str, int] = {}  # the number of members, by the key
         self._missing: dict[str, str] = {}  # the ranks that have not sent a value, by the key
-        self._error: AllredError | None = None
 
     @property
+    @abc.abstractmethod
     def own_host(self) -> str:
-        """The address of this host in the network of the rendezvous process."""
-        return str(self._channel.connection.getsockname()[0])
+        """The address of this host in the network of the other tasks."""
+
+    @abc.abstractmethod
+    def report(self, word: str) -> None:
+        """Report "starts": this task waits for the others, and hears of their ends; or "up": the watchers run."""
+
+    @abc.abstractmethod
+    def _send(self, line: str) -> None: ...
+
+    @abc.abstractmethod
+    def _receive(self, timeout_s: float) -> None:
+        """Wait for messages, and pass lines to `_handle`. Raises AllredError if another task has ended."""
+
+    def _handle(self, line: str) -> None:
+        """Handle a line of the other end (`rendezvous_server.Exchanges`)."""
+        words = dict(word.partition("=")[::2] for word in line.split())
+        if words["cmd"] == "missing":
+            self._missing[words["key"]] = words["ranks"]
+        elif words["key"] in self._values:
+            self._values[words["key"]].append(base64.b64decode(words["value"]))
 
     def begin(self, members: Sequence[int], value: bytes, title: str) -> str:
         """Begin an exchange. Return its key."""
@@ -125,7 +140,7 @@ class RendezvousConnection:
         self._exchanges[name] += 1
         key = f"{name}.{self._exchanges[name]}"
         self._values[key], self._sizes[key] = [], len(members)
-        self._channel.send_line(f"cmd=allgather key={key} ranks={ranks} value={base64.b64encode(value).decode()}")
+        self._send(f"cmd=allgather key={key} ranks={ranks} value={base64.b64encode(value).decode()}")
         return key
 
     def poll(self, key: str, timeout_s: float = 0.0) -> bool:
@@ -150,7 +165,7 @@ class RendezvousConnection:
         return self.take(key)
 
     def _who_waits(self, key: str, waited_s: float) -> str:
-        self._channel.send_line(f"cmd=missing key={key}")
+        self._send(f"cmd=missing key={key}")
         until = time.monotonic() + EXCHANGE_POLL_S
         while key not in self._missing and time.monotonic() < until:
             self._receive(EXCHANGE_POLL_S)
@@ -163,8 +178,26 @@ class RendezvousConnection:
         del self._sizes[key]
         return self._values.pop(key)
 
+
+class RendezvousConnection(TaskConnection):
+    """The connection of this task to the rendezvous process."""
+
+    def __init__(self, joined: Joined, limit_s: float, tasks: tuple[str, ...] = ()) -> None:
+        super().__init__(limit_s, tasks)
+        self.rank, self.size, self.lifeline = joined.rank, joined.size, joined.lifeline
+        self._channel = Channel(socket.socket(fileno=joined.pmi))
+        self._kept = socket.socket(fileno=joined.lifeline), joined.listener
+        self._poller = select.poll()  # the connection of PMI-1 carries the exchanges
+        for file in (joined.pmi, joined.lifeline):
+            self._poller.register(file, select.POLLIN)
+        os.register_at_fork(after_in_child=self.close)
+        self._error: AllredError | None = None
+
+    @property
+    def own_host(self) -> str:
+        return str(self._channel.connection.getsockname()[0])
+
     def report(self, word: str) -> None:
-        """Report "starts": this task waits for the others, and hears of their ends; or "up": the watchers run."""
         with contextlib.suppress(OSError):  # the process has ended; the next exchange reports it
             self._kept[0].sendall(f"{word}\n".encode())
 
@@ -187,6 +220,9 @@ class RendezvousConnection:
             if each is not None:
                 each.close()
 
+    def _send(self, line: str) -> None:
+        self._channel.send_line(line)
+
     def _receive(self, timeout_s: float) -> None:
         if self._error is not None:
             raise self._error
@@ -202,8 +238,4 @@ class RendezvousConnection:
             self._error = AllredError(why or "the rendezvous process of the job has ended")
             raise self._error from None
         for line in lines:
-            words = dict(word.partition("=")[::2] for word in line.split())
-            if words["cmd"] == "missing":
-                self._missing[words["key"]] = words["ranks"]
-                continue
-            self._values[words["key"]].append(base64.b64decode(words["value"]))
+            self._handle(line)

@@ -301,6 +301,38 @@ def mapping(nodes: Sequence[Hashable]) -> str:
     return f"(vector,{','.join(f'({node},1,{count})' for node, count in blocks)})"
 
 
+class Exchanges:
+    """Exchanges of values between some ranks. No sockets.
+
+    client                                  server
+    cmd=allgather key= ranks= value=        cmd=allgathered key= value=       see `handle`
+    cmd=missing key=                        cmd=missing key= ranks=           those that have not sent a value
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, dict[int, str]] = {}  # by rank, of exchanges that are not complete
+        self._members: dict[str, list[int]] = {}  # of these exchanges
+
+    def handle(self, rank: int, words: dict[str, str]) -> list[tuple[int, str]]:
+        """Handle the words of a line of a rank. Return the answers: (rank, line). When all of `ranks` have sent a
+        value, all of them get the values, in the order of `ranks`, one per line."""
+        key = words.get("key", "")
+        if words.get("cmd") == "missing":
+            left = [each for each in self._members.get(key, []) if each not in self._values[key]]
+            return [(rank, f"cmd=missing key={key} ranks={','.join(map(str, left))}")]
+        ranks = [int(word) for word in words.get("ranks", "").split(",")]
+        if rank not in ranks:
+            raise ValueError(f"rank {rank} is not one of {ranks}")
+        self._members[key] = ranks
+        values = self._values.setdefault(key, {})
+        values[rank] = words.get("value", "")
+        if len(values) < len(ranks):
+            return []
+        del self._values[key], self._members[key]
+        lines = "\n".join(f"cmd=allgathered key={key} value={values[other]}" for other in ranks)
+        return [(each, lines) for each in ranks]
+
+
 class Pmi:
     """The PMI-1 server of one world: MPICH's processes start and find each other by this protocol. No sockets.
 
@@ -316,8 +348,8 @@ class Pmi:
         cmd=get kvsname= key=                   cmd=get_result rc=0 value=     (rc=1 without a value)
         cmd=barrier_in                          cmd=barrier_out rc=0           to all, once all are in
         cmd=finalize                            cmd=finalize_ack rc=0
-        cmd=allgather key= ranks= value=        cmd=allgathered key= value=       not of PMI-1, see `_allgather`
-        cmd=missing key=                        cmd=missing key= ranks=           those that have not sent a value
+        cmd=allgather key= ranks= value=        see `Exchanges`; not of PMI-1
+        cmd=missing key=
 
     The name is unique: MPICH derives the name of its shared memory from it, and would use that of a killed job.
     """
@@ -327,8 +359,7 @@ class Pmi:
         self._size = len(nodes)
         self._values = {"PMI_process_mapping": mapping(nodes)}
         self._in_barrier: set[int] = set()
-        self._exchanges: dict[str, dict[int, str]] = {}  # values by rank, of exchanges that are not complete
-        self._members: dict[str, list[int]] = {}  # of these exchanges
+        self._exchanges = Exchanges()
 
     def handle(self, rank: int, line: str) -> list[tuple[int, str]]:
         """Handle a line of a rank. Return the answers: (rank, line). Raises ValueError if the command is unknown."""
@@ -347,12 +378,8 @@ class Pmi:
                 return []
             self._in_barrier.clear()
             return [(each, "cmd=barrier_out rc=0") for each in range(self._size)]
-        if command == "allgather":
-            return self._allgather(rank, words)
-        if command == "missing":
-            key = words.get("key", "")
-            left = [each for each in self._members.get(key, []) if each not in self._exchanges[key]]
-            return [(rank, f"cmd=missing key={key} ranks={','.join(map(str, left))}")]
+        if command in ("allgather", "missing"):
+            return self._exchanges.handle(rank, words)
         if command == "abort":  # allred's own exit protocol ends the others
             return []
         answer = {
@@ -366,18 +393,3 @@ class Pmi:
         if answer is None:
             raise ValueError(f"not of PMI-1, or not needed by MPICH: {line!r}")
         return [(rank, answer)]
-
-    def _allgather(self, rank: int, words: dict[str, str]) -> list[tuple[int, str]]:
-        """Handle a command that is not of PMI-1 (rendezvous_bootstrap.py): when all of `ranks` have sent a value, send
-        the values to all of them, in the order of `ranks`, one per line."""
-        key, ranks = words.get("key", ""), [int(word) for word in words.get("ranks", "").split(",")]
-        if rank not in ranks:
-            raise ValueError(f"rank {rank} is not one of {ranks}")
-        self._members[key] = ranks
-        values = self._exchanges.setdefault(key, {})
-        values[rank] = words.get("value", "")
-        if len(values) < len(ranks):
-            return []
-        del self._exchanges[key], self._members[key]
-        lines = "\n".join(f"cmd=allgathered key={key} value={values[other]}" for other in ranks)
-        return [(each, lines) for each in ranks]

@@ -18,7 +18,7 @@ from allred.comm import functions
 from allred.comm.communicator import Communicator
 from allred.comm.header import hash_text
 from allred.comm.ops import Compression, ReduceOp
-from allred.errors import CheckpointError, InputError, MismatchError, NonFiniteError
+from allred.errors import CheckpointError, InputError, MismatchError, NonFiniteError, RanksChanged
 from allred.modes.clipping import Clipper
 from allred.modes.detect.mistake_checks import restored, updates_of
 from allred.modes.load_checkpoint import load_newest
@@ -68,6 +68,7 @@ class DistributedOptimizer:
     """
 
     _make_options = StepOptions
+    interrupted = False
 
     def __new__(cls, *arguments: Any, **options: Any) -> Any:
         target = arguments[0] if arguments else options.get("optimizer")
@@ -176,7 +177,10 @@ class DistributedOptimizer:
 
     def _step(self, params: Any, grads: Any, samples: int | None, refusal: str = "") -> None:
         """As `step`. refusal: why this rank's gradients cannot be used."""
-        mode, communicator = self._get_mode(), self._communicator()
+        mode, communicator, recovery = self._get_mode(), self._communicator(), world.current().recovery
+        if recovery is not None:
+            recovery.begin_step(self, params)
+            self.interrupted = False
         tensors, leaves, values, problem, plain = self._matcher.match(params, grads)
         problem = refusal or problem
         try:
@@ -209,6 +213,10 @@ class DistributedOptimizer:
         except (InputError, MismatchError, NonFiniteError) as error:
             communicator.queue.record_error(error)
             raise
+        except RanksChanged:
+            if recovery is None or not recovery.absorbs():
+                raise
+            self.interrupted = True
 
     def _repeat_step(self, mode: SyncMode, values: list[Any], samples: int | None) -> bool:
         """As `_step`, of an optimizer that makes its update later, if the step is like the last one on all ranks.
@@ -275,6 +283,14 @@ class DistributedOptimizer:
         """
         with functions.within(self.process_set):
             root = functions.current().ranks[0] if root is None else root
+            recovery = world.current().recovery
+            if recovery is None:
+                return self.copy_state(params, root)
+        recovery.broadcast(self, params, root)
+
+    def copy_state(self, params: Any, root: int) -> None:
+        """Internal: as `broadcast`, in the ranks of this optimizer."""
+        with functions.within(self.process_set):
             self._begin_with(params, root, values=True)
             if (scaler := self._clipper.scaler) is not None:
                 title = f"scaler of {self.name}"
@@ -289,6 +305,21 @@ class DistributedOptimizer:
             problem, tensors = str(error), []
         self._get_mode().broadcast(params, tensors, root, problem, values)
         self._samples = SampleCount()  # the mode has forgotten the gradients of reduce()
+
+    def refusal(self) -> str:
+        """Internal, for recovery.RecoverableOptimizer: which of its arguments cannot be recovered; "" if none."""
+        given = {
+            "accumulate": self._accumulator.micro_steps > 1, "sharded": self._options.sharded,
+            "process_set": self.process_set is not None,
+        }  # fmt: skip
+        return ", ".join(name for name, is_given in given.items() if is_given)
+
+    def begin_world(self) -> None:
+        """Internal: forget what belongs to the last world, and a step that was lost there."""
+        self._samples = SampleCount()
+        mode = self._get_mode()
+        if isinstance(mode, SyncMode):
+            mode.begin_world()
 
     def replicated(self, trained: dict[str, Any]) -> Any:
         """Internal, for allred.join: return the parameters to copy to ranks that have missed steps. trained: those of

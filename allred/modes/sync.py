@@ -162,6 +162,7 @@ class SyncMode(Mode):
         self._sharded = new_sharded_update(functions.current(), optimizer, self._title) if options.sharded else None
         self._last: StepInput | None = None  # of the last `step`, without gradients, if it can be repeated
         self._replica = Replica(owner) if options.process_set is None else None
+        self._committed_steps = 0  # `_checks.steps` after the last committed step
         self._updates = 0  # for an optimizer that does not count them; includes those before a restore
         self._counts = isinstance(optimizer, Optimizer)
         self._completes = getattr(optimizer, "complete_reduction", None)
@@ -211,6 +212,9 @@ class SyncMode(Mode):
         communicator, timer = given.communicator, self._timer
         self.was_skipped = not used
         self._checks.end(used)
+        if (recovery := world.current().recovery) is not None and not self._options.process_set:
+            self._committed_steps = self._checks.steps
+            recovery.commit(self.global_step - used)
         if (replica := self._replica) is not None:
             if given.tensors is not replica.tensors or communicator is not replica.communicator:
                 replica.begin_steps(communicator, given.tensors)
@@ -304,6 +308,7 @@ class SyncMode(Mode):
             sent = number, self._checks.steps, self._updates, live() if with_state else None
         title = f"state of {self._options.name}"
         number, self._checks.steps, self._updates, state = communicator.broadcast_object(sent, root, title).wait()
+        self._committed_steps = self._checks.steps
         if with_state:
             if communicator.number != root:
                 self.load_new_state(state)
@@ -316,6 +321,12 @@ class SyncMode(Mode):
         if not self._options.sharded:
             raise InputError(f"{title} needs allred.distributed(optimizer, sharded=True)")
         return params if self._sharded is None else share(functions.current(), params, title)
+
+    def begin_world(self) -> None:
+        """Forget what belongs to the last world, and a step that was begun there and is lost."""
+        self._reducer.steady, self._reducer.negotiated, self._last = None, (), None
+        self._checks.steps = self._committed_steps
+        self._overlap = None
 
     def forget_order(self) -> None:
         """Forget the order of gradients (overlap.py). Called on all ranks, between steps."""

@@ -64,5 +64,6 @@ arena_functions: Any = getattr(_kernels, "arena_functions", None)
 arena_call: Any = getattr(_kernels, "arena_call", None)
 arena_pause: Any = getattr(_kernels, "arena_pause", lambda on: None)
 arena_freeze: Any = getattr(_kernels, "arena_freeze", None)
+arena_thaw: Any = getattr(_kernels, "arena_thaw", None)
 arena_usage: Any = getattr(_kernels, "arena_usage", None)
 in_place_bytes: int = getattr(_kernels, "IN_PLACE_BYTES", 0)  # of the smallest array that is reduced in place

@@ -85,6 +85,9 @@ def arena_functions() -> tuple[int, int, int]:
 def arena_call(function: Any, /, *arguments: Any) -> Any:
     """Call the function; the arena serves all arrays that it makes, of any size. The arena must be open."""
 
+def arena_thaw() -> None:
+    """End the freeze: no other process writes into the blocks any more."""
+
 def arena_freeze() -> None:
     """After an abandoned operation: serve no block, and never use one again."""
 

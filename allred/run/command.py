@@ -33,6 +33,8 @@ def _parser(arguments: list[str]) -> argparse.Namespace:
     add("--restarts", type=_number, default=0, metavar="N", help="restarts after failures, from the newest checkpoint")
     add("--min-np", type=_number, metavar="N", help="fewest ranks after hosts were lost; default: as many as -np")
     add("--max-np", type=_number, metavar="N", help="most ranks; a changed host file resizes the job up to it")
+    add("--elastic", action="store_true", help="ranks that survive another go on in the same processes")
+    add("--spares", type=_number, default=0, metavar="N", help="with --elastic: processes that wait to replace a rank")
     add("--mode", choices=("sync", "ps"), help="ALLRED_MODE of the ranks")
     add("--num-ps", type=_number, metavar="N", help="number of parameter servers in mode ps")
     add("--tag", action="store_true", help="print the rank before each line of output")
@@ -63,8 +65,8 @@ def main(arguments: list[str]) -> int:
     if isinstance(options, int):
         return options
     try:
-        launch = mpirun.find()
         wanted = make_options(options)
+        launch = mpirun.Launcher("", "") if options.elastic else mpirun.find()
         if options.dry_run:
             assigned = wanted.find_hosts().assign(wanted.target)
             settings = {**wanted.settings, **mpirun.torch_variables(assigned, os.environ)}
@@ -114,7 +116,8 @@ def make_options(options: argparse.Namespace, find_hosts: Callable[[], host_list
         settings["ALLRED_NUM_PS"] = str(options.num_ps)
     name = options.name or f"{Path(options.program).stem}-{os.getpid()}"
     return JobOptions(
-        name, words, target, least, most, options.restarts, settings, find_hosts, watches,
+        name, words, target, least, most, options.restarts, settings, find_hosts, watches, elastic=options.elastic,
+        spares=options.spares,
     )  # fmt: skip
 
 

@@ -19,8 +19,10 @@ import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from allred.config import Config, explicit_settings
 from allred.errors import AllredError, ConfigError
 from allred.run import host_list, job, mpirun, restarts
+from allred.run.agent_job import AgentJob
 from allred.run.host_list import HostList
 from allred.run.job import Job
 from allred.run.restarts import End, RestartPolicy
@@ -46,7 +48,8 @@ class JobOptions:
     failure, 1 after a resize. max_np: most ranks after a resize; None: the slots, or `target` if the host file has
     changed. settings: variables for the ranks. find_hosts: reads the hosts; called again before each start.
     watches_hosts: whether a changed host file resizes the job. forwards_all: whether ranks on other hosts get all
-    variables under Open MPI too.
+    variables under Open MPI too. elastic: whether ranks that survive another go on. spares: processes that wait to
+    replace one, in an elastic job.
     """
 
     name: str
@@ -59,6 +62,8 @@ class JobOptions:
     find_hosts: Callable[[], HostList]
     watches_hosts: bool
     forwards_all: bool = False
+    elastic: bool = False
+    spares: int = 0
 
 
 def delete_commits(directory: str) -> None:
@@ -91,9 +96,9 @@ class ResizeRequests:
             raise AllredError(f"a job with the name {name!r} runs here already; choose another --name")
         self._answer, secret, listening = answer, secrets.token_hex(16), open_listener("127.0.0.1")
         self._listener = Listener(loop, listening, RESIZE_PURPOSE, secret, self._admit)
-        entry = {"port": listening.getsockname()[1], "secret": secret}
+        self._entry = {"port": listening.getsockname()[1], "secret": secret}
         try:
-            self._file = job_directory.write_entry(name, job_directory.RUN, entry)
+            self._file = job_directory.write_entry(name, job_directory.RUN, self._entry)
         except OSError as error:
             raise AllredError(f"`allred resize` cannot find this job: {error}; choose another --name") from None
 
@@ -107,7 +112,7 @@ class ResizeRequests:
 
     def close(self) -> None:
         self._listener.close()
-        job_directory.remove_entry(self._file)
+        job_directory.remove_entry(self._file, self._entry)
 
 
 class Runner:
@@ -123,7 +128,7 @@ class Runner:
         self._hosts_error = ""  # the last error of reading them
         self._hosts_changed = False  # since the job was started or asked to stop
         self._lost: set[str] = set()  # hosts that were unreachable for the watchers
-        self._job: Job | None = None
+        self._job: Job | AgentJob | None = None
         self._history: list[Message] = []  # the newest starts, for monitors
         self._assigned: dict[str, int] = {}  # the number of ranks on each host, of the current start
         self._resizes = False  # the session was asked to stop, because the job has to start again
@@ -162,7 +167,8 @@ class Runner:
     def _connect(self, link: Channel, messages: list[Message]) -> None:
         if self._job is not None:
             self._job.connect(link, messages)
-            link.send({"kind": "starts", "rank": None, "starts": self._history})
+            if not self._options.elastic:
+                link.send({"kind": "starts", "rank": None, "starts": self._history})
 
     def _run_until_end(self, listening: tuple[str, int, str]) -> int:
         available, end, why = self._hosts, End(0), "first start" if self._starts == 1 else "queued again"
@@ -216,25 +222,44 @@ class Runner:
 
     def _start(self, assigned: dict[str, int], listening: tuple[str, int, str], why: str) -> End:
         """Start the job, and return how it ended. why: the reason of this start."""
-        settings = {**self._options.settings, **mpirun.torch_variables(assigned, os.environ)}
-        settings |= {"ALLRED_STARTS": str(self._starts), "ALLRED_JOB": self._options.name}
-        address, port, secret = listening
-        own = {runner_link.VARIABLE: f"{address} {port} {secret}", "ALLRED_ELASTIC_DIR": self._commits}
-        environ = {**os.environ, **settings, **own}
-        program = mpirun.with_rank(self._options.program)
-        words = mpirun.command(self._launch, assigned, program, environ, mpirun.is_root(), self._options.forwards_all)
+        settings = {**self._options.settings, "ALLRED_STARTS": str(self._starts), "ALLRED_JOB": self._options.name}
+        start = self._agent_job if self._options.elastic else self._mpirun_job
         self._assigned, self._hosts_changed = assigned, False
         name = f"start {self._starts} of {self._options.name}" if self._starts > 1 else self._options.name
-        where = f"{count(sum(assigned.values()), 'rank')} on {', '.join(assigned)}"
-        say(f"{name}: {where}; {mpirun.describe(settings, words)}")
+        running, words = start(assigned, settings, listening)
+        say(f"{name}: {count(sum(assigned.values()), 'rank')} on {', '.join(assigned)}; {words}")
         entry = {"start": self._starts, "time": time.time(), "ranks": sum(assigned.values()), "why": why}
         self._history = [*self._history, entry][-MOST_HISTORY:]
-        self._job = running = Job(words, environ, self._loop)
+        self._job = running
         while not running.has_ended():
             self._turn()
         self._lost |= running.lost_hosts
         self._job = None
         return running.end()
+
+    def _mpirun_job(
+        self, assigned: dict[str, int], settings: dict[str, str], listening: tuple[str, int, str]
+    ) -> tuple[Job, str]:
+        """Start mpirun. Return the job, and the command for messages."""
+        settings = {**settings, **mpirun.torch_variables(assigned, os.environ)}
+        address, port, secret = listening
+        own = {runner_link.VARIABLE: f"{address} {port} {secret}", "ALLRED_ELASTIC_DIR": self._commits}
+        environ = {**os.environ, **settings, **own}
+        program = mpirun.with_rank(self._options.program)
+        words = mpirun.command(self._launch, assigned, program, environ, mpirun.is_root(), self._options.forwards_all)
+        return Job(words, environ, self._loop), mpirun.describe(settings, words)
+
+    def _agent_job(
+        self, assigned: dict[str, int], settings: dict[str, str], listening: tuple[str, int, str]
+    ) -> tuple[AgentJob, str]:
+        """As `_mpirun_job`, without mpirun."""
+        limit_s = explicit_settings(os.environ, {}).get("timeout_s", Config.timeout_s)
+        program, left = self._options.program, self._options.restarts - self._policy.made
+        running = AgentJob(
+            assigned, program, {**os.environ, **settings}, listening, self._loop, spares=self._options.spares,
+            minimum=self._options.min_np or 1, replacements=left, limit_s=limit_s, say=say,
+        )  # fmt: skip
+        return running, mpirun.describe(settings, program)
 
     def _turn(self, limit_s: float = float("inf")) -> None:
         """One turn of the event loop."""

@@ -41,13 +41,24 @@ def keep_standard_files() -> None:
     os.close(descriptor)
 
 
+def program_of(module: str) -> list[str]:
+    """Return the command that runs main() of a module of allred, which imports only the modules that it needs."""
+    return [sys.executable, "-I", "-S", "-c", _PROGRAM, str(Path(__file__).parents[1]), module]
+
+
 def spawn(module: str, files: Iterable[int] = ()) -> Process:
     """Spawn a process for `module` of allred, whose main() calls `serve`. It imports the module, and waits for the
     settings. files: descriptors that it inherits."""
-    command = [sys.executable, "-I", "-S", "-c", _PROGRAM, str(Path(__file__).parents[1]), module]
     pipe = subprocess.PIPE
     return subprocess.Popen(
-        command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True, cwd="/", pass_fds=tuple(files)
+        program_of(module),
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        start_new_session=True,
+        cwd="/",
+        pass_fds=tuple(files),
     )
 
 

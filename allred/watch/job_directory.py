@@ -47,10 +47,10 @@ def write_entry(name: str, kind: str, entry: dict[str, Any]) -> Path:
     return path
 
 
-def remove_entry(path: Path) -> None:
-    """Remove the file of a job of this process, if another job has not replaced it."""
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        if json.loads(path.read_text())["process"] == os.getpid():
+def remove_entry(path: Path, entry: dict[str, Any]) -> None:
+    """Remove the file of a job that `write_entry` has written, if another job has not replaced it."""
+    with contextlib.suppress(OSError, ValueError):
+        if entry.items() <= json.loads(path.read_text()).items():
             path.unlink()
 
 

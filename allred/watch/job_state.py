@@ -40,7 +40,8 @@ The first failure is the verdict of the job. There is at most one, and every ran
 
 Without a launcher, which would end the others then, step 3 releases all ranks, and each ends with that exit code.
 
-The failure of an expendable worker is no verdict (records.py).
+The failure of an expendable worker is no verdict (records.py). In an elastic job no end of a rank is one; if a wait
+reaches its time limit, the ranks that do not wait are killed, and the others go on.
 """
 
 import signal
@@ -51,6 +52,7 @@ from allred.runtime import timings
 from allred.watch.records import Event, ExpendableWorkers, LostRank, Record, Records
 from allred.watch.release import Release
 from allred.watch.stalls import Stalls
+from allred.wording import named
 
 Death = tuple[float, int, Event]  # (time, rank, event)
 
@@ -67,19 +69,20 @@ class JobState:
     """The state of a job of `size` ranks on `nodes` nodes.
 
     warn_s: a wait of this length, in seconds, causes a warning. expendable: the expendable ranks. launcher: whether a
-    launcher started the ranks; it ends all of them with the first.
+    launcher started the ranks; it ends all of them with the first. elastic: as in WatcherSettings.
     """
 
     def __init__(
-        self, size: int, nodes: int, warn_s: float, expendable: Collection[int] = (), launcher: bool = True
-    ) -> None:
+        self, size: int, nodes: int, warn_s: float, expendable: Collection[int] = (), launcher: bool = True,
+        elastic: bool = False,
+    ) -> None:  # fmt: skip
         self.verdict: Event | None = None
         self._size, self._nodes, self._launcher = size, nodes, launcher
         self._ranks = Records()
         self._expendable = ExpendableWorkers(expendable)
-        self._stalls = Stalls(
-            self._ranks, self._expendable, size, nodes, warn_s, self._set_verdict, self._continue_without_silent
-        )
+        self._elastic = elastic
+        fail = self._kill_late if elastic else self._set_verdict
+        self._stalls = Stalls(self._ranks, self._expendable, size, nodes, warn_s, fail, self._continue_without_silent)
         self._release = Release(self._ranks, self._expendable.gone, launcher)
         self._send_verdict_at, self._verdict_sent = 0.0, False
         self._notices: list[tuple[float, str]] = []  # when to print that the others continue
@@ -99,6 +102,9 @@ class JobState:
             "orphaned": self._orphaned,
             "session": lambda rank, _: None,  # for `allred run` only
         }  # fmt: skip
+        if elastic:
+            ends = "failed", "left", "died", "unwatched", "unreachable", "orphaned"
+            self._handlers |= dict.fromkeys(ends, lambda rank, _: self._end(rank, "dead"))
 
     def handle(self, event: Event, now: float) -> None:
         """Handle an event. Messages are sent at the next tick, because thousands of ranks may send events at once."""
@@ -116,7 +122,8 @@ class JobState:
         if self.verdict is None and now >= self._death_due:
             self._set_verdict_of_death()
         if self.verdict is None:
-            self._check_left()
+            if not self._elastic:
+                self._check_left()
             self._stalls.check()
             self._check_expendable()
         else:
@@ -340,6 +347,16 @@ class JobState:
         }  # fmt: skip
         self._send_verdict_at = self._ranks.now + later_s
         self._send_verdict()
+
+    def _kill_late(self, rank: int, text: str, code: int, timeout: bool) -> None:
+        """A wait of this rank has reached its limit, in an elastic job: kill the ranks that do not wait. If all wait,
+        for different operations, that is the verdict."""
+        late = [each for each, record in self._ranks.items() if not record.waits_in and not record.end]
+        if not late:
+            return self._set_verdict(rank, text, code, timeout=timeout)
+        for each in late:
+            self._ranks.out += [(None, {"kind": "kill", "rank": each})]
+        self._ranks.print(rank, f"{named('rank', late)} will be killed: {text}")
 
     def _send_verdict(self, at_once: bool = False) -> None:
         is_due = at_once or self._ranks.now >= self._send_verdict_at

@@ -48,6 +48,7 @@ class JobStatus:
         self._messages: list[Event] = []
         self._directories: list[str] = []
         self.history: list[Event] = []  # set by the watcher
+        self.is_replaced = False  # by the next world of an elastic job
         self._sampled_at = 0.0
         token = secrets.token_hex(16)
         listening = open_listener("127.0.0.1")
@@ -61,13 +62,16 @@ class JobStatus:
             self._file = job_directory.write_entry(self._about["job"], job_directory.JOB, self._entry)
 
     def close(self) -> None:
-        """Write the last state. Remove the file, and listen no more."""
+        """Write the last state, unless `is_replaced`. Remove the file, and listen no more."""
         self._listener.close()
+        for channel in self._clients:
+            channel.close()
         if self._file is not None:
             self._state = "ended" if self._state == "running" else self._state
-            with contextlib.suppress(AllredError, OSError):
-                job_directory.write_ended(self._about["job"], self.snapshot())
-            job_directory.remove_entry(self._file)
+            if not self.is_replaced:
+                with contextlib.suppress(AllredError, OSError):
+                    job_directory.write_ended(self._about["job"], self.snapshot())
+            job_directory.remove_entry(self._file, self._entry)
             self._file = None
 
     # Events of the job.

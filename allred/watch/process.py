@@ -35,9 +35,10 @@ PURPOSE = "watcher"  # of the channels between watchers
 class Watcher:
     """The watcher of one node."""
 
-    def __init__(self, settings: WatcherSettings) -> None:
+    def __init__(self, settings: WatcherSettings, loop: Loop | None = None) -> None:
         self._settings = settings
-        self._loop = Loop()
+        self._loop = loop or Loop()
+        self._has_ended = False
         self._ranks: dict[int, WatchedRank] = {}
         self._links: list[Channel] = []
         self._heartbeats: dict[Channel, Heartbeat] = {}  # of the connections to other watchers
@@ -45,7 +46,7 @@ class Watcher:
         self._chief: Channel | None = None
         self._job: JobState | None = None
         if settings.chief:
-            how = settings.expendable, settings.launcher
+            how = settings.expendable, settings.launcher, settings.elastic
             self._job = JobState(settings.size, settings.nodes, settings.warn_s, *how)
         self._counts: dict[str, int] = {}  # of allred.SharedCounter, on the chief's node
         self._has_reported_verdict = False
@@ -63,17 +64,18 @@ class Watcher:
             self._status = JobStatus(self._loop, settings.about, settings.size, settings.nodes)
         if settings.chief and settings.runner:
             self._connect_to_runner(*settings.runner.split())
-        unix = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._unix = unix = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         unix.bind("")  # Linux chooses a name, which is not a file
         self.name = unix.getsockname().decode("latin-1")
         unix.listen(1024)
         self._loop.on_input(unix, lambda: self._accept_rank(unix))
         self.port = 0
+        self._listener: Listener | None = None
         self._beat()
         if settings.chief and settings.address:
             tcp = open_listener(settings.address)
             self.port = tcp.getsockname()[1]
-            Listener(self._loop, tcp, PURPOSE, settings.token, self._accept_watcher)
+            self._listener = Listener(self._loop, tcp, PURPOSE, settings.token, self._accept_watcher)
 
     @property
     def answer(self) -> Event:
@@ -83,18 +85,39 @@ class Watcher:
     def run(self) -> None:
         """Run until all ranks of this node have died or left, and on the chief's node all other watchers have ended."""
         now = time.monotonic()
+        self.begin()
+        while not self.is_done(now):
+            now = self._loop.turn(self.tick_s(now))
+            self.tick(now)
+        self.end()
+
+    def begin(self) -> None:
+        """Let monitors find this process."""
         if self._status is not None:
             self._status.publish()
-        while not self._is_done(now):
-            is_idle = now > self._last_event + timings.IDLE_S
-            now = self._loop.turn(timings.IDLE_TICK_S if is_idle else timings.WATCHER_TICK_S)
-            if self._job is not None:
-                self._send(self._job.tick(now))
-                self._report_verdict(self._job.verdict)
-            if self._status is not None:
-                self._send(self._status.tick(now))
-            if now > self._last_death + timings.REPORT_DEATH_S:
-                self._print("")
+
+    def tick_s(self, now: float) -> float:
+        """Return the seconds until the next tick, if nothing happens before."""
+        return timings.IDLE_TICK_S if now > self._last_event + timings.IDLE_S else timings.WATCHER_TICK_S
+
+    def tick(self, now: float) -> None:
+        """Send what is due. Called after each turn of the loop."""
+        if self._job is not None:
+            self._send(self._job.tick(now))
+            self._report_verdict(self._job.verdict)
+        if self._status is not None:
+            self._send(self._status.tick(now))
+        if now > self._last_death + timings.REPORT_DEATH_S:
+            self._print("")
+
+    def replace(self) -> None:
+        """The job continues with another watcher."""
+        if self._status is not None:
+            self._status.is_replaced = True
+
+    def end(self) -> None:
+        """End it, after its ranks."""
+        self._has_ended = True
         if self._status is not None or self._chief is not None:
             self._report_counters(LAST, states=True)
         if self._status is not None:
@@ -103,13 +126,26 @@ class Watcher:
             self._launchers.end()
         elif self._settings.launcher and self._settings.nodes == 1 and self._has_failed:
             self._launchers.end_childless()
+        self._close()
+
+    def _close(self) -> None:
+        """Close everything that the loop watches: the loop may be used on."""
+        for rank in self._ranks.values():
+            rank.close(self._loop)
+        for link in [*self._links, *filter(None, (self._chief, self._runner))]:
+            link.close()
+        self._loop.remove(self._unix)
+        self._unix.close()
+        if self._listener is not None:
+            self._listener.close()
 
     @property
     def _has_failed(self) -> bool:
         """Whether the job has failed."""
         return self._has_verdict or (self._job is not None and self._job.verdict is not None)
 
-    def _is_done(self, now: float) -> bool:
+    def is_done(self, now: float) -> bool:
+        """Whether all ranks of this node have died or left, and on the chief's node all other watchers have ended."""
         if self._links:  # ranks of other nodes are still leaving, or there are deaths to report
             return False
         if not all(rank.gone for rank in self._ranks.values()):
@@ -243,7 +279,9 @@ class Watcher:
     def _continue_alone(self, why: str) -> None:
         """Continue for the ranks of this node. why: a predicate for the message; "" for no message."""
         launcher = self._settings.launcher
-        self._chief, self._job = None, JobState(self._settings.size, 1, self._settings.warn_s, launcher=launcher)
+        elastic = self._settings.elastic
+        self._chief = None
+        self._job = JobState(self._settings.size, 1, self._settings.warn_s, launcher=launcher, elastic=elastic)
         here = [rank for rank in self._ranks.values() if not rank.dead]
         for rank in here:
             self._report({"event": "joined", "rank": rank.number, "host": rank.host})
@@ -290,6 +328,8 @@ class Watcher:
     def _beat(self) -> None:
         """Send heartbeats, and report hosts that have sent none. Give up those that were silent until the time limit;
         once the job is ending, all silent hosts at once."""
+        if self._has_ended:
+            return
         self._loop.after(timings.HEARTBEAT_PERIOD_S, self._beat)
         now = self._loop.now
         for link, heartbeat in [*self._heartbeats.items()]:
@@ -382,8 +422,10 @@ class Watcher:
             self._report_counters(message["number"], message["states"])
         elif message["kind"] == "kill":
             for each in living:
-                if each.left and not self._settings.launcher:
-                    continue  # it ends by itself
+                if (each.left and not self._settings.launcher) or (
+                    "rank" in message and message["rank"] != each.number
+                ):
+                    continue  # it ends by itself, or is not meant
                 with contextlib.suppress(ProcessLookupError):  # it has just died
                     signal.pidfd_send_signal(each.pidfd, signal.SIGKILL)
         elif message["kind"] == "announce" and message["rank"] in self._ranks:

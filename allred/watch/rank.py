@@ -8,6 +8,7 @@ import struct
 import time
 
 from allred.counters import CountersReader
+from allred.runtime.loop import Loop
 from allred.runtime.timings import EVENT_BYTES
 from allred.watch import process_state
 from allred.watch.records import Event
@@ -65,6 +66,14 @@ class WatchedRank:
         """Close the connection, after the rank has closed its end."""
         self.hung_up_at = time.monotonic()
         self.connection.close()
+
+    def close(self, loop: Loop) -> None:
+        """Close all files of this rank."""
+        for file in (self.connection, self.pidfd):
+            loop.remove(file)
+        self.connection.close()
+        os.close(self.pidfd)
+        os.close(self.pipe)
 
     def _record(self, event: Event) -> None:
         if event["event"] in ("holds", "count"):

@@ -17,7 +17,8 @@ class WatcherSettings:
     token: proof of a rank. ranks: on this node. size, nodes: of the job. warn_s, limit_s: ALLRED_STALL_WARNING_S and
     ALLRED_TIMEOUT_S. chief: whether this is the chief's node. address: where the chief's watcher listens for other
     nodes; "" with one node. expendable: ranks whose end does not end the job. launcher: whether a launcher started the
-    ranks. runner: the address of `allred run`, or "". about: the job, for monitors. stacks: ALLRED_STACKS.
+    ranks. runner: the address of `allred run`, or "". about: the job, for monitors. stacks: ALLRED_STACKS. elastic:
+    whether the ranks that survive another go on, so that no end of a rank ends the job.
     """
 
     token: str
@@ -33,6 +34,7 @@ class WatcherSettings:
     runner: str
     about: dict[str, Any]
     stacks: bool = False
+    elastic: bool = False
 
 
 @dataclasses.dataclass

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +54,15 @@ def _take_spawned() -> detached.Process | None:
 
 
 def start(
-    bootstrap: Any, shape: Numbering, config: Config, reach: str, expendable: tuple[int, ...], launcher: bool
-) -> None:
+    bootstrap: Any, shape: Numbering, config: Config, reach: str, expendable: tuple[int, ...], launcher: bool,
+    serve: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+) -> None:  # fmt: skip
     """Start a watcher on every node and connect all ranks of `bootstrap`. Collective.
 
     reach: how the watchers reach each other: "" with one node, "host" if all nodes are on this host, else "network".
     expendable: the ranks that are expendable with worker_failure=go_on. launcher: whether a launcher started the ranks,
-    which ends all of them when one ends the job.
+    which ends all of them when one ends the job. serve: lets the agent of this node be its watcher, in an elastic job;
+    called with the settings, returns the answer of `detached.start`.
 
     If a watcher cannot be used, a warning says so, and the job continues without it.
     """
@@ -70,7 +72,7 @@ def start(
     expendable = expendable if config.worker_failure == "go_on" else ()
     hosts = bootstrap.allgather_object(socket.gethostname()) if reach == "network" else []
     address = own_address(hosts) if reach == "network" and shape.rank == 0 else "127.0.0.1" if reach else ""
-    mine = _start_watcher(shape, config, address, expendable, launcher) if shape.local_rank == 0 else None
+    mine = _start_watcher(shape, config, address, expendable, launcher, serve) if shape.local_rank == 0 else None
     found = bootstrap.allgather_object(mine)
     here = found[shape.leader]
     problem = here["problem"]
@@ -100,19 +102,24 @@ def start(
         )
 
 
-def _start_watcher(shape: Numbering, config: Config, address: str, expendable: tuple[int, ...], launcher: bool) -> Any:
+def _start_watcher(
+    shape: Numbering, config: Config, address: str, expendable: tuple[int, ...], launcher: bool,
+    serve: Callable[[dict[str, Any]], dict[str, Any]] | None,
+) -> Any:  # fmt: skip
     """Start the watcher of this node. Return its name, port, address and token; and a problem, or ""."""
     token = secrets.token_hex(16)
     settings = WatcherSettings(
         token=token, ranks=shape.local_size, size=shape.size, nodes=shape.nodes, warn_s=config.stall_warning_s,
         limit_s=config.timeout_s, chief=shape.rank == 0, address=address, expendable=expendable, launcher=launcher,
-        runner=runner_link.address(), stacks=config.stacks,
+        runner=runner_link.address(), stacks=config.stacks, elastic=serve is not None,
         about={
             "job": _job_name(config), "program": " ".join(sys.argv), "mode": config.mode, "starts": config.starts,
             "host": socket.gethostname(),
         },
     )  # fmt: skip
     here = {"token": token, "host": socket.gethostname(), "address": address, "name": "", "port": 0}
+    if serve is not None:
+        return here | {"problem": ""} | serve(dataclasses.asdict(settings))
     return here | detached.start(_MODULE, dataclasses.asdict(settings), process=_take_spawned())
 
 

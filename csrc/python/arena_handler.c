@@ -218,6 +218,11 @@ PyObject *allred_python_arena_freeze(PyObject *module, PyObject *unused) {
   Py_RETURN_NONE;
 }
 
+PyObject *allred_python_arena_thaw(PyObject *module, PyObject *unused) {
+  allred_arena_thaw();
+  Py_RETURN_NONE;
+}
+
 PyObject *allred_python_arena_usage(PyObject *module, PyObject *unused) {
   const allred_arena_usage usage = allred_arena_get_usage();
   return Py_BuildValue("nnnOnn", (Py_ssize_t)usage.bytes, (Py_ssize_t)usage.live, (Py_ssize_t)usage.committed,

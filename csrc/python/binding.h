@@ -58,6 +58,7 @@ PyObject *allred_python_arena_functions(PyObject *module, PyObject *unused);
 PyObject *allred_python_arena_attach(PyObject *module, PyObject *unused);
 PyObject *allred_python_arena_call(PyObject *module, PyObject *args);
 PyObject *allred_python_arena_freeze(PyObject *module, PyObject *unused);
+PyObject *allred_python_arena_thaw(PyObject *module, PyObject *unused);
 PyObject *allred_python_arena_usage(PyObject *module, PyObject *unused);
 
 #endif

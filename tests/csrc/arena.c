@@ -242,13 +242,30 @@ static void forks(void) {
 }
 
 static void freeze(void) {
-  int *block = allred_arena_allocate(PAGE, 0);
+  enum { HELD = 7 };
+  int *blocks[HELD], *block = allred_arena_allocate(PAGE, 0);
   *block = 7;
-  allred_arena_freeze();
-  const allred_arena_usage before = allred_arena_get_usage();
+  for (int i = 0; i < HELD; i++) blocks[i] = allred_arena_allocate((size_t)(i + 1) * PAGE, 0);
+  for (int freed = 0; freed < 1 << HELD; freed++) { /* each set of blocks, of which some are neighbours */
+    allred_arena_freeze();
+    const allred_arena_usage before = allred_arena_get_usage();
+    for (int i = 0; i < HELD; i++)
+      if (freed >> i & 1) allred_arena_free(blocks[i]);
+    CHECK(!allred_arena_allocate(PAGE, 0));
+    CHECK(*block == 7 && allred_arena_get_usage().live == before.live && before.frozen);
+    allred_arena_thaw();
+    const allred_arena_usage after = allred_arena_get_usage();
+    size_t units = 0;
+    for (int i = 0; i < HELD; i++) units += freed >> i & 1 ? (size_t)i + 1 : 0;
+    CHECK(!after.frozen && after.live == before.live - units * PAGE && after.committed <= before.committed);
+    for (int i = 0; i < HELD; i++)
+      if (freed >> i & 1) CHECK((blocks[i] = allred_arena_allocate((size_t)(i + 1) * PAGE, 0)));
+    CHECK(allred_arena_get_usage().live == before.live);
+  }
+  for (int i = 0; i < HELD; i++) allred_arena_free(blocks[i]);
+  allred_arena_thaw(); /* without a freeze: no effect */
+  CHECK(*block == 7);
   allred_arena_free(block);
-  CHECK(!allred_arena_allocate(PAGE, 0));
-  CHECK(*block == 7 && allred_arena_get_usage().live == before.live && before.frozen);
 }
 
 int main(int count, char **arguments) {

@@ -31,9 +31,23 @@ PACKAGES = (
         "server",
         "startup",
     ),
-    *("session", "client", "launch", "modes", "ps", "comm", "fusion", "timeline", "watch", "data", "optim", "arena"),
+    *(
+        "membership",
+        "session",
+        "client",
+        "launch",
+        "modes",
+        "ps",
+        "comm",
+        "fusion",
+        "timeline",
+        "watch",
+        "data",
+        "optim",
+        "arena",
+    ),
     *("cluster", "checkpoint", "gpu", "nest", "native", "arrays", "validators", "log", "world", "counters", "config"),
-    *("page", "numbering", "errors", "command_line", "membership", "runtime", "launcher_variables", "wording"),
+    *("page", "numbering", "errors", "command_line", "runtime", "launcher_variables", "wording"),
 )
 
 # Inside of comm, top to bottom: what users call; the communicator; the backends; what these are made of.

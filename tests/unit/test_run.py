@@ -116,7 +116,7 @@ def test_torchs_variables_name_the_first_host_and_keep_those_of_the_user():
 def options(**given):
     defaults = {"np": 2, "hosts": "", "hostfile": "", "restarts": 0, "min_np": None, "max_np": None, "mode": None}
     defaults |= {"num_ps": None, "tag": False, "logs": "", "name": None, "is_module": False, "program": "train.py"}
-    return argparse.Namespace(**defaults | {"arguments": []} | given)
+    return argparse.Namespace(**defaults | {"arguments": [], "elastic": False, "spares": 0} | given)
 
 
 @pytest.mark.parametrize(

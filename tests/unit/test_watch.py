@@ -326,7 +326,7 @@ def test_a_verdict_is_not_raised_in_a_wait_nor_at_the_end(rank_and_watcher, flag
     assert rank.failed_elsewhere()
 
 
-@pytest.mark.parametrize("where", ["_report", "_is_done"])
+@pytest.mark.parametrize("where", ["_report", "is_done"])
 def test_a_watcher_without_a_core_for_a_while_prints_a_death(where, monkeypatch):
     of_job = {
         "size": 1,
@@ -344,6 +344,7 @@ def test_a_watcher_without_a_core_for_a_while_prints_a_death(where, monkeypatch)
     launcher = subprocess.Popen(["sleep", "60"], stderr=of_launcher)
     rank = types.SimpleNamespace(number=0, pid=launcher.pid, dead="", left=False, gone=False)
     rank.send, rank.monitored, rank.state = lambda message: None, lambda: monitored(Values()), lambda: rank.dead
+    rank.close = lambda loop: None
     watcher._launchers._pidfds[launcher.pid] = os.pidfd_open(launcher.pid)
     watcher._ranks[0] = rank
     watcher._report({"event": "joined", "rank": 0, "host": "h"})
@@ -516,6 +517,9 @@ class Client:
 
     def send(self, message):
         self.received.append(message)
+
+    def close(self):
+        """There is nothing to close."""
 
 
 def test_a_snapshot_has_the_ranks_of_all_nodes_and_the_delays():

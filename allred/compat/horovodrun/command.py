@@ -191,7 +191,7 @@ def make_job(options: argparse.Namespace, environ: Mapping[str, str]) -> JobOpti
         max_np=(options.max_np or _UNLIMITED) if is_elastic else None,
         restarts=0 if not is_elastic else _UNLIMITED if options.reset_limit is None else options.reset_limit,
         logs=options.output_filename, name=f"{options.name or _program_name(options.command)}-{os.getpid()}",
-        program=options.command[0], arguments=options.command[1:],
+        program=options.command[0], arguments=options.command[1:], elastic=False, spares=0,
     )  # fmt: skip
     discover = HostDiscovery(script, options.slots_per_host) if script else None
     job = command.make_options(given, discover)

@@ -1,0 +1,320 @@
+"""One start of a job of `allred run --elastic`: agents, their processes, and the worlds that these form.
+
+It has the interface of `Job`, and the WorldCoordinator (membership/agreement.py). A rank that dies is replaced by a
+spare, or by a new process while restarts are left; else the others go on without it.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+
+from allred.launch.rendezvous_server import Exchanges
+from allred.membership.agreement import Finished, Form, Orders, Poison, Ready, Restart, Running, Stop, WorldCoordinator
+from allred.run import host_list
+from allred.run.restarts import End
+from allred.runtime import detached, timings
+from allred.runtime.channel import Channel, Message
+from allred.runtime.loop import Loop, Timer
+from allred.watch import runner_link
+from allred.wording import count
+
+_REPORTS = {"ready": Ready, "running": Running, "finished": Finished}
+
+
+@dataclasses.dataclass(eq=False)
+class _JobProcess:
+    """A process of a rank or spare. world_rank: its rank in its last world; -1: none."""
+
+    name: str
+    host: str
+    pid: int = 0
+    has_joined: bool = False
+    world_rank: int = -1
+    how: str = ""  # it ended
+    code: int = 0
+
+
+class _AgentLink:
+    """The agent of a host, and the number of processes that it starts first."""
+
+    def __init__(self, host: str, popen: "subprocess.Popen[str]") -> None:
+        self.host, self.popen = host, popen
+        self.channel: Channel | None = None
+
+
+class AgentJob:
+    """A running elastic job.
+
+    assigned: the number of ranks of each host. program: the command of a process. environ: its variables. listening:
+    where this process listens: address, port and secret. spares: the number of processes that wait. minimum: with fewer
+    ranks the job ends. replacements: how many processes may be started for dead ones. limit_s: ALLRED_TIMEOUT_S. say:
+    prints a line.
+    """
+
+    def __init__(
+        self, assigned: Mapping[str, int], program: list[str], environ: Mapping[str, str],
+        listening: tuple[str, int, str], loop: Loop, *, spares: int, minimum: int, replacements: int, limit_s: float,
+        say: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self._loop, self._say, self._limit_s, self._timers = loop, say, limit_s, list[Timer]()
+        self.replacements = replacements
+        self._coordinator = WorldCoordinator(sum(assigned.values()), minimum)
+        self._exchanges, self._generation, self._ranks = Exchanges(), 0, tuple[str, ...]()  # of the last world
+        self._processes: dict[str, _JobProcess] = {}
+        self._agents = {host: self._start_agent(host, program, environ, listening) for host in assigned}
+        self._first = dict(assigned)
+        last = [*assigned][-1]
+        self._first[last] += spares
+        self._lost_at: float | None = None  # when the first death since the last world was reported
+        self._dead: list[_JobProcess] = []  # since then, members
+        self._waits_since = float("inf")  # since when the same members are awaited
+        self._is_terminated = self._is_training = False
+        self._pending = 0  # processes that will be started for dead ones
+        self._last_end: _JobProcess | None = None  # the last member of the last world that has ended, or any process
+        self.lost_hosts: set[str] = set()
+        self._restart = ""
+        self._watch_waits()
+
+    # Agents.
+
+    def _start_agent(
+        self, host: str, program: list[str], environ: Mapping[str, str], listening: tuple[str, int, str]
+    ) -> _AgentLink:
+        address, port, secret = listening
+        settings = {
+            "address": address, "port": port, "secret": secret, "purpose": runner_link.PURPOSE, "host": host,
+            "program": program, "environ": dict(environ), "directory": os.getcwd(),
+        }  # fmt: skip
+        words = detached.program_of("allred.membership.agent")
+        if not host_list.is_local(host):
+            words = [*host_list.agent(os.environ), host, *words]
+        popen = subprocess.Popen(words, stdin=subprocess.PIPE, text=True, start_new_session=True)
+        assert popen.stdin is not None
+        popen.stdin.write(json.dumps(settings) + "\n")
+        popen.stdin.close()
+        return _AgentLink(host, popen)
+
+    def connect(self, link: Channel, messages: list[Message]) -> None:
+        """Take the connection of an agent. messages: its first ones."""
+        agent = self._agents[messages[0]["agent"]]
+        agent.channel = link
+        link.serve(self._loop, lambda messages: self._handle(agent, messages), lambda error: self._lose_agent(agent))
+        self._start(agent, self._first.pop(agent.host, 0))
+        self._handle(agent, messages[1:])
+
+    def _start(self, agent: _AgentLink, number: int) -> None:
+        """Start processes on a host."""
+        names = [str(len(self._processes) + each) for each in range(number)]
+        self._processes |= {name: _JobProcess(name, agent.host) for name in names}
+        if agent.channel is not None:
+            agent.channel.send({"start": names})
+
+    def _handle(self, agent: _AgentLink, messages: list[Message]) -> None:
+        for message in messages:
+            if "died" in message:
+                self._lose(self._processes[message["died"]], message["how"], message["code"])
+                continue
+            process = self._processes[message["from"]]
+            if "pid" in message:
+                process.pid, process.has_joined = message["pid"], True
+                self._send(self._coordinator.join(process.name, int(process.name)))
+            elif "line" in message:
+                self._exchange(process, message)
+            else:
+                report, given = _REPORTS[message["report"]], {"generation": message["generation"]}
+                given |= {"step": message["step"]} if report is Ready else {}
+                self._send(self._coordinator.receive(process.name, report(**given)))
+
+    def _exchange(self, process: _JobProcess, message: Message) -> None:
+        if message["generation"] != self._coordinator.generation or process.name not in self._ranks:
+            return
+        words = dict(word.partition("=")[::2] for word in message["line"].split())
+        for rank, lines in self._exchanges.handle(self._ranks.index(process.name), words):
+            for line in lines.split("\n"):
+                self._tell(self._ranks[rank], {"line": line, "generation": message["generation"]})
+
+    def _tell(self, name: str, message: Message) -> None:
+        channel = self._agents[self._processes[name].host].channel
+        if channel is not None and not self._processes[name].how:
+            channel.send({"to": name, **message})
+
+    def _lose_agent(self, agent: _AgentLink) -> None:
+        """The agent of a host has ended, and its processes with it."""
+        agent.channel = None
+        for process in [*self._processes.values()]:
+            if process.host == agent.host and not process.how:
+                self._lose(process, "has lost the agent of its host", 1)
+
+    # Worlds.
+
+    def _lose(self, process: _JobProcess, how: str, code: int) -> None:
+        """A process has died."""
+        process.how, process.code = how, code
+        if self._last_end is None or process.name in self._ranks:
+            self._last_end = process
+        is_member = process.name in self._coordinator.members
+        if is_member and code:
+            self._lost_at = self._lost_at or time.monotonic()
+            self._dead.append(process)
+        if code == 0 and is_member and self._coordinator.phase == "training":
+            # The others end, too, as a rule.
+            self._after(timings.LEFT_RANK_S, lambda: self._send(self._coordinator.lost(process.name)))
+        else:
+            self._send(self._coordinator.lost(process.name))
+        if code and process.has_joined and self.replacements and not self._is_over:
+            size = len(self._coordinator.members) + len(self._coordinator.spares)
+            if size < self._coordinator.target:
+                self.replacements, self._pending = self.replacements - 1, self._pending + 1
+                self._after(timings.RESTART_DELAY_S, lambda: self._replace(process.host))
+
+    def _replace(self, host: str) -> None:
+        agent, self._pending = self._agents[host], self._pending - 1
+        if agent.channel is not None and not self._is_over:
+            self._start(agent, 1)
+
+    def _send(self, orders: Orders) -> None:
+        """Send the orders of the coordinator."""
+        for name, order in orders:
+            if isinstance(order, Form):
+                if order.generation != self._generation:
+                    self._begin_world(order)
+                self._tell(name, {"form": dataclasses.asdict(order)})
+            elif isinstance(order, Poison):
+                self._tell(name, {"poison": order.generation, **self._cause()})
+            elif isinstance(order, Stop):
+                self._tell(name, {"stop": order.reason})
+            else:
+                self._tell(name, {"restart": order.reason})
+        self._waits_since = time.monotonic() if orders else self._waits_since
+        self._look()
+
+    def _begin_world(self, form: Form) -> None:
+        self._exchanges, self._generation, self._ranks = Exchanges(), form.generation, form.members
+        for rank, name in enumerate(form.members):
+            self._processes[name].world_rank = rank
+
+    def _cause(self) -> Message:
+        """Describe why the world changes, for the error of the ranks."""
+        if not self._dead:
+            return {"text": "ranks join or leave the job", "rank": -1, "host": "", "code": 1}
+        first = self._dead[0]
+        text = f"rank {first.world_rank} on {first.host} {first.how}"
+        return {"text": text, "rank": first.world_rank, "host": first.host, "code": first.code}
+
+    def _look(self) -> None:
+        """Report a new world when all train in it, and end the job if no world can be formed."""
+        coordinator = self._coordinator
+        is_training = coordinator.phase == "training"
+        if is_training and not self._is_training and coordinator.generation > 1:
+            self._report_world()
+        self._is_training = is_training
+        if isinstance(coordinator.end, Restart) and not self._restart:
+            self._restart = coordinator.end.reason
+            self._end_soon()
+        elif coordinator.phase == "gathering" and coordinator.missing() and not self._may_join() and not self._restart:
+            if coordinator.generation:
+                size, least = len(coordinator.members), coordinator.minimum
+                self._restart = f"{count(size, 'rank')} left, but the job needs {least} (--min-np)"
+            else:
+                self._restart = "a process ended before all had called allred.init()"
+            self._end_soon()
+
+    def _may_join(self) -> bool:
+        """Whether a process may still join."""
+        starting = any(not process.how and not process.has_joined for process in self._processes.values())
+        return bool(starting or self._first or self._pending)
+
+    def _report_world(self) -> None:
+        change, now = self._coordinator.change, time.monotonic()
+        assert change is not None
+        who = " and ".join(f"rank {each.world_rank} on {each.host} (pid {each.pid}) {each.how}" for each in self._dead)
+        what = [f"{count(change.size, 'rank')} go on"] if change.size > 1 else ["1 rank goes on"]
+        if change.joined:
+            what.append(f"{len(change.joined)} of them new")
+        what.append(f"step {change.step + 1} is " + ("repeated" if change.repeated else "next"))
+        if self._lost_at is not None:
+            what.append(f"{1000 * (now - self._lost_at):.0f} ms")
+        self._say("; ".join([who] * bool(who) + [", ".join(what)]))
+        self._lost_at, self._dead = None, []
+
+    def _watch_waits(self) -> None:
+        """Kill members that do not leave their world, and form a world again that is not complete, after a limit."""
+        self._timers.append(self._loop.after(1.0, self._watch_waits))
+        late = self._coordinator.waits_for()
+        if not late or self._is_over or time.monotonic() < self._waits_since + self._limit_s:
+            return
+        if self._coordinator.phase == "forming":
+            return self._send(self._coordinator.interrupt())
+        for name in late:
+            process = self._processes[name]
+            self._say(f"rank {process.world_rank} on {process.host} {late[name]}, and has not for {self._limit_s:g} s")
+            self._tell(name, {"signal": signal.SIGKILL})
+        self._waits_since = time.monotonic()
+
+    # The interface of `Job`.
+
+    def resize(self, target: int) -> None:
+        """Change the number of ranks. Processes are started for new ones."""
+        new = target - len(self._coordinator.members) - len(self._coordinator.spares)
+        self._send(self._coordinator.resize(target))
+        if new > 0:
+            self._start([*self._agents.values()][-1], new)
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to all processes."""
+        for process in self._processes.values():
+            self._tell(process.name, {"signal": number})
+
+    def request_stop(self, reason: str) -> bool:
+        """Sessions receive the signal itself."""
+        return False
+
+    def terminate(self) -> None:
+        """End all processes, after TERMINATE_S by SIGKILL."""
+        if not self._is_terminated:
+            self.send_signal(signal.SIGTERM)
+            self._end_soon(timings.TERMINATE_S)
+
+    @property
+    def _is_over(self) -> bool:
+        return self._is_terminated or self._coordinator.end is not None
+
+    def _after(self, seconds: float, call: Callable[[], object]) -> None:
+        self._timers.append(self._loop.after(seconds, call))
+
+    def _end_soon(self, seconds: float = 0.0) -> None:
+        self._is_terminated = True
+        self._after(seconds, lambda: self.send_signal(signal.SIGKILL))
+
+    def has_ended(self) -> bool:
+        """Return whether all processes have ended, and the agents. Call it whenever something has happened."""
+        agents = [each for each in self._agents.values() if each.popen.poll() is None]
+        are_to_start = bool(self._first or self._pending) and not self._is_over
+        if agents and (are_to_start or any(not each.how for each in self._processes.values())):
+            return False
+        for agent in self._agents.values():
+            if agent.channel is not None:
+                agent.channel.close()
+                agent.channel = None
+        if agents:
+            return False
+        for timer in self._timers:
+            timer.cancel()
+        return True
+
+    def end(self) -> End:
+        """Return how it ended."""
+        joined = any(each.has_joined for each in self._processes.values())
+        last = self._last_end
+        if last is None:
+            return End(1, "no agent of a host could be started", joined=False)
+        if not last.code and (not self._restart or not joined):
+            return End(0, joined=joined)
+        text = f"rank {last.world_rank} on {last.host} {last.how}" if last.world_rank >= 0 else f"a process {last.how}"
+        change = self._coordinator.change
+        step = None if change is None else change.step
+        return End(last.code or 1, "; ".join(filter(None, [text, self._restart])), step=step, joined=joined)

@@ -1,0 +1,95 @@
+"""The program of test_elastic.py: momentum SGD on fixed data, with a ledger of samples by step and world.
+
+ELASTIC_PROGRAM: JSON with
+directory     each process writes ledger-PID, a line of JSON for each event, and result-PID at its end
+rows, batch_size, epochs, elements     of the data, and of the parameters
+form          of the parameters: dict, bare, list, nested
+pause_s       in each step
+kill          {"member": M, "step": S, "how": "SIGKILL" or ...}: what the process with this name does
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+
+import numpy as np
+
+import allred
+
+given = json.loads(os.environ["ELASTIC_PROGRAM"])
+elements, rows = given["elements"], given["rows"]
+ledger = open(f"{given['directory']}/ledger-{os.getpid()}", "w", buffering=1)  # noqa: SIM115  (until the end)
+
+
+def note(**event):
+    ledger.write(json.dumps({"time": time.monotonic(), **event}) + "\n")
+
+
+def fail(how):
+    note(event="fails", how=how)
+    if how == "raise":
+        raise ValueError("wrong")
+    if how == "exit":
+        sys.exit(3)
+    if how == "segfault":
+        import ctypes
+
+        ctypes.string_at(0)
+    os.kill(os.getpid(), getattr(signal, how))
+    time.sleep(60)
+
+
+def pack(flat):
+    """Return the parameters in the form that is asked for, as views of `flat`."""
+    half = elements // 2
+    forms = {
+        "bare": lambda: flat, "dict": lambda: {"w": flat}, "list": lambda: [flat[:half], flat[half:]],
+        "nested": lambda: {"a": {"b": [flat[:half]]}, "c": (flat[half:],)},
+    }  # fmt: skip
+    return forms[given["form"]]()
+
+
+def main():
+    allred.init(banner=False)
+    note(event="init", rank=allred.rank(), size=allred.size(), pid=os.getpid())
+    samples = np.arange(rows)
+    targets = np.random.default_rng(7).standard_normal((rows, 8)).astype("f4")
+    flat = np.full(elements, 1.0 + allred.rank(), "f4")  # the broadcast makes them equal
+    params = pack(flat)
+    opt = allred.distributed(allred.optim.SGD(lr=0.05, momentum=0.9))
+    opt.broadcast(params)
+    mine, attempts = given.get("kill") or {}, 0
+    for ids, values in allred.data.batches(samples, targets, batch_size=given["batch_size"], epochs=given["epochs"]):
+        step = opt.global_step + 1
+        note(event="attempt", step=step, world=allred.world.current().generation, ids=ids.tolist())
+        attempts += 1
+        if mine.get("rank") == allred.rank() and step == mine["step"] and "pid" not in mine:
+            mine["pid"] = 0
+            if allred.world.current().generation == 1:
+                fail(mine["how"])
+        gradient = np.zeros(elements, "f4")
+        if len(ids):
+            gradient[:8] = flat[:8] - values.mean(axis=0)
+            gradient[8:] = flat[8:] * np.float32(0.01)
+        time.sleep(given["pause_s"] * random.random() * 2)
+        opt.step(params, pack(gradient))
+        if not opt.interrupted:
+            note(event="commit", step=opt.global_step, world=allred.world.current().generation)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with open("/proc/self/maps") as maps, open("/proc/self/statm") as status:
+        pages = int(status.read().split()[1])
+        mappings = sum("memfd" in line for line in maps)
+    result = {
+        "pid": os.getpid(), "rank": allred.rank(), "size": allred.size(), "step": opt.global_step,
+        "digest": allred.nest.digest(params), "head": flat[:9].tolist(), "descriptors": descriptors,
+        "mappings": mappings, "pages": pages, "attempts": attempts,
+        "world": allred.world.current().generation, "summary": opt.summary(),
+    }  # fmt: skip
+    with open(f"{given['directory']}/result-{os.getpid()}", "w") as file:
+        json.dump(result, file)
+
+
+main()

@@ -1,0 +1,102 @@
+"""`allred run --elastic`: deaths, and what the ranks that go on compute."""
+
+import collections
+import json
+import pathlib
+import re
+
+import numpy as np
+import pytest
+from harness import BIN, run
+
+HERE = pathlib.Path(__file__).parent
+
+
+def elastic(directory, *words, kill=None, env=None, timeout_s=60, **changes):
+    """Run the program. Returns the result, and what the processes have written at their end, by rank."""
+    given = {
+        "directory": str(directory), "rows": 96, "batch_size": 8, "epochs": 3, "elements": 16, "form": "dict",
+        "pause_s": 0.002, "kill": kill, **changes,
+    }  # fmt: skip
+    own = {"ELASTIC_PROGRAM": json.dumps(given), "XDG_RUNTIME_DIR": str(directory), **(env or {})}
+    command = [BIN["mpich"] / "python", "-m", "allred", "run", "--name", "tested", "--elastic", *words]
+    result = run([*command, HERE / "elastic_program.py"], timeout_s, own, cwd=directory)
+    found = [json.loads(path.read_text()) for path in directory.glob("result-*")]
+    check_ledger(directory, given, result)
+    return result, sorted(found, key=lambda each: each["rank"])
+
+
+def events(directory):
+    """All events of the ledgers."""
+    for path in directory.glob("ledger-*"):
+        for line in path.read_text().splitlines():
+            yield json.loads(line)
+
+
+def check_ledger(directory, given, result):
+    """Each committed step has the samples of its batch exactly once, in the world in which it was committed."""
+    attempts, worlds = collections.defaultdict(list), collections.defaultdict(set)
+    for event in events(directory):
+        if event["event"] == "attempt":
+            attempts[event["step"], event["world"]] += event["ids"]
+        elif event["event"] == "commit":
+            worlds[event["step"]].add(event["world"])
+    rows, size = given["rows"], given["batch_size"]
+    for step, committed in sorted(worlds.items()):
+        assert len(committed) == 1, (step, committed, result.text)
+        epoch, index = divmod(step - 1, rows // size)
+        expected = np.random.default_rng([0, epoch]).permutation(rows)[index * size : (index + 1) * size]
+        assert sorted(attempts[step, *committed]) == sorted(expected), (step, result.text)
+    return len(worlds)
+
+
+def reference(given):
+    """The first parameters after a serial training."""
+    rows, size = given["rows"], given["batch_size"]
+    targets = np.random.default_rng(7).standard_normal((rows, 8)).astype("f4")
+    params, velocity = np.ones(9), np.zeros(9)
+    for epoch in range(given["epochs"]):
+        order = np.random.default_rng([0, epoch]).permutation(rows)
+        for begin in range(0, rows, size):
+            gradient = np.append(params[:8] - targets[order[begin : begin + size]].mean(axis=0), params[8] * 0.01)
+            velocity = 0.9 * velocity + gradient
+            params = params - 0.05 * velocity
+    return params
+
+
+def trained(result, found, ranks, rows=96, batch_size=8, epochs=3):
+    """All processes have ended by themselves with success, with the result of a serial training."""
+    assert result.code == 0, result.text
+    assert result.left == [], result.text
+    assert [each["rank"] for each in found] == list(range(ranks)), (found, result.text)
+    assert {each["size"] for each in found} == {ranks}, result.text
+    assert {each["step"] for each in found} == {rows // batch_size * epochs}, result.text
+    assert len({each["digest"] for each in found}) == 1, (found, result.text)
+    expected = reference({"rows": rows, "batch_size": batch_size, "epochs": epochs})
+    np.testing.assert_allclose(found[0]["head"], expected, rtol=1e-6, atol=1e-6)
+
+
+DEATHS = {
+    "SIGKILL": r"was killed by signal 9 \(SIGKILL\)",
+    "segfault": r"was killed by signal 11 \(SIGSEGV\)",
+    "raise": "ended with exit code 1",
+    "exit": "ended with exit code 3",
+}
+
+
+@pytest.mark.parametrize("how", [*DEATHS])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_others_go_on_without_a_dead_rank(how, rank, tmp_path):
+    result, found = elastic(tmp_path, "-np", 3, kill={"rank": rank, "step": 7, "how": how})
+    trained(result, found, 2)
+    line = rf"allred run: rank {rank} on localhost \(pid \d+\) {DEATHS[how]}.*; 2 ranks go on, step 7 is \w+, \d+ ms"
+    assert re.search(line, result.err), result.text
+    assert ("ValueError: wrong" in result.err) == (how == "raise"), result.text
+
+
+@pytest.mark.parametrize("form", ["bare", "list", "nested"])
+def test_parameters_of_all_forms_go_to_a_spare(form, tmp_path):
+    how = {"rank": 1, "step": 5, "how": "SIGKILL"}
+    result, found = elastic(tmp_path, "-np", 3, "--spares", 1, kill=how, form=form, elements=40)
+    trained(result, found, 3)
+    assert "3 ranks go on, 1 of them new" in result.err, result.text
