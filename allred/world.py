@@ -154,4 +154,5 @@ def error() -> AllredError | None:
     here = current_or_none()
     if here is None or here.recovery is None:
         return None if here is None else here.failure
-    return here.recovery.error()
+    error: AllredError | None = here.recovery.error()
+    return error

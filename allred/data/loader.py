@@ -273,6 +273,7 @@ class Loader:
         try:
             while loop.committed is not None:
                 loop.position = loop.committed
+                self.rank, self.size = topology.rank(), topology.size()  # they may have changed since it was made
                 with contextlib.closing(self._iterate_from(loop.committed, fetch)) as batches:
                     for batch in batches:
                         loop.position = self._position
@@ -282,7 +283,6 @@ class Loader:
                     else:
                         return
                 recovery.form()
-                self.rank, self.size = topology.rank(), topology.size()
         finally:
             recovery.end_loop(loop)
 

@@ -12,12 +12,14 @@ A step is committed when its update is complete. agreement.py has the protocol, 
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from allred import native, world
 from allred.comm import functions
 from allred.errors import InputError, RanksChanged
 from allred.membership.agent_connection import AgentConnection
+
+T = TypeVar("T")
 
 
 class RecoverableOptimizer(Protocol):
@@ -36,6 +38,19 @@ class RecoverableOptimizer(Protocol):
 
     def begin_world(self) -> None:
         """Forget what belongs to the last world, and the steps that were begun and not committed."""
+
+
+class RecoverableSession(Protocol):
+    """The methods of a session that `Recovery` calls."""
+
+    def send_state(self) -> Any:
+        """Return the state for processes that lack it."""
+
+    def receive_state(self, state: Any) -> None:
+        """Take the state of `send_state`."""
+
+    def begin_world(self) -> None:
+        """Agree with the others in a new world on how to go on. Collective."""
 
 
 @dataclasses.dataclass
@@ -66,6 +81,8 @@ class Recovery:
         self._member = connection.member
         self._optimizer: RecoverableOptimizer | None = None
         self._params: Any = None
+        self._session: RecoverableSession | None = None
+        self._is_set_up_together = False  # inside of `set_up`
         self._begun, self._loops = 0, dict[int, FollowedLoop]()  # running ones, by index
         self._received: _LoopState | None = None  # of the source, if this process has joined later
 
@@ -86,14 +103,17 @@ class Recovery:
     def form(self) -> None:
         """Leave this world, and form the next one. Returns when it is complete, with the same state on all ranks."""
         while True:
-            self._halt()
-            self.join()
-            if self._optimizer is not None:
-                self._optimizer.begin_world()
+            self._rejoin()
             try:
-                return self._transfer()
+                return self._complete()
             except RanksChanged:
                 pass
+
+    def _rejoin(self) -> None:
+        self._halt()
+        self.join()
+        if self._optimizer is not None:
+            self._optimizer.begin_world()
 
     def _halt(self) -> None:
         self._leave()
@@ -114,22 +134,33 @@ class Recovery:
 
     # State.
 
-    def _transfer(self) -> None:
-        """Copy the state from the source to all others, if one of them lacks it. Collective."""
+    def _complete(self) -> None:
+        """Complete a new world: copy the state from the source to all others, if one of them lacks it. Collective."""
         form = self._member.form
         assert form is not None
-        if not form.receivers:
-            return
-        assert self._optimizer is not None
-        source = form.members.index(form.source)
-        self._optimizer.copy_state(self._params, source)
-        mine = _LoopState(self._begun, {index: loop.committed for index, loop in self._loops.items()})
-        given = functions.broadcast_object(mine, source, "state of the loops")
+        if form.receivers:
+            assert self._optimizer is not None
+            source = form.members.index(form.source)
+            self._optimizer.copy_state(self._params, source)
+            self._copy_position(source)
+            if self._member.phase == "receiving":
+                self._connection.send(self._member.received(form.step))
+        if self._session is not None:
+            self._session.begin_world()
+
+    def _copy_position(self, source: int) -> None:
+        """Copy the positions of the loops, and the state of the session, from rank `source`. Collective."""
+        mine: Any = None
+        if functions.current().rank == source:
+            loops_here = _LoopState(self._begun, {index: loop.committed for index, loop in self._loops.items()})
+            mine = loops_here, None if self._session is None else self._session.send_state()
+        loops_there, of_session = functions.broadcast_object(mine, source, "state of the loops")
         if self._member.phase == "receiving":
-            self._received = given
+            self._received = loops_there
             for index, loop in self._loops.items():
-                loop.committed = given.running.get(index)
-            self._connection.send(self._member.received(form.step))
+                loop.committed = loops_there.running.get(index)
+            if self._session is not None:
+                self._session.receive_state(of_session)
 
     @property
     def has_joined_later(self) -> bool:
@@ -152,18 +183,47 @@ class Recovery:
     def broadcast(self, optimizer: RecoverableOptimizer, params: Any, root: int) -> None:
         """As `copy_state`, until it is complete. A process that has joined later receives the state of the others."""
         self.use(optimizer, params)
+        if self._is_set_up_together:
+            return optimizer.copy_state(params, root)
+        self._until_complete(lambda: optimizer.copy_state(params, root))
+
+    def set_up(self, session: RecoverableSession, first: Callable[[], T], later: Callable[[], T]) -> T:
+        """Set up a session, until it is complete. first: in the first world, collective. later: on a process that has
+        joined later or was interrupted, before it receives the state of the others. Both call `use`."""
+
+        def together() -> T:
+            self._is_set_up_together, self._session = True, None
+            try:
+                return first()
+            finally:
+                self._is_set_up_together = False
+
+        def receive() -> None:
+            result.append(later())
+            self._session = session
+
+        result: list[T] = []
+        self._until_complete(lambda: result.append(together()), receive)
+        self._session = session
+        return result[-1]
+
+    def _until_complete(self, first: Callable[[], None], later: Callable[[], None] | None = None) -> None:
+        """Call `first` in a world without state, until it is complete, or receive the state, after `later`."""
+        is_again = False
         while True:
             try:
-                if self.has_joined_later:
-                    return self._transfer()
-                optimizer.copy_state(params, root)
+                if self.has_joined_later and later is not None:
+                    later()
+                if self.has_joined_later or (is_again and self._member.phase == "running"):
+                    return self._complete()
+                first()
                 if self._member.phase == "receiving":
-                    self._connection.send(self._member.received(optimizer.global_step))
+                    assert self._optimizer is not None
+                    self._connection.send(self._member.received(self._optimizer.global_step))
                 return
             except RanksChanged:
-                self.form()
-                if self._member.phase != "receiving":
-                    return
+                self._rejoin()
+                is_again = True
 
     # Steps.
 

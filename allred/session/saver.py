@@ -349,6 +349,16 @@ class SessionState:
             if (state := take(title)) is not None:
                 owner.load_state_dict(state)
 
+    def receive(self, parts: PickledParts) -> None:
+        """Take the result of `pickle` of another rank of this training. The position of `data` itself stays: its loop
+        has received it."""
+        data, self._data = self._data, None
+        try:
+            self.load({**parts, "random generators": []}, "the state of another rank")
+        finally:
+            self._data = data
+        self._position = state_pickle.loads(parts["the data"][0])
+
     def _owners(self) -> list[tuple[str, Any]]:
         """Return titles and objects with a state. Hooks of the same class have the same title."""
         return [*((f"hook {type(hook).__name__}", hook) for hook in self._hooks), *self._more.items()]

@@ -24,7 +24,7 @@ from typing import Any, Self, TypeVar
 from allred import log, world
 from allred.cluster import topology
 from allred.comm import functions
-from allred.errors import InputError, ShutdownError
+from allred.errors import InputError, RanksChanged, ShutdownError
 from allred.modes.optimizer import DistributedOptimizer
 from allred.session import coordination, final_checkpoint
 from allred.session.hooks import Hook, all_hooks
@@ -127,7 +127,7 @@ class Session:
             if stopped:
                 path = self._finish_after_shutdown()
             elif optimizer is not None:
-                path = self._finish() if failure is None else self._finish_after_error(failure)
+                path = self._finish_in_any_world() if failure is None else self._finish_after_error(failure)
         except BaseException as another:
             failure = another
             raise
@@ -177,9 +177,43 @@ class Session:
         if self._optimizer is not None:
             raise InputError("session.track() was called already; track everything in one call")
         self._given_optimizer = optimizer
-        params, optimizer, others = coordination.tracked(given := params, optimizer, more)
+        given, (params, optimizer, others) = params, coordination.tracked(params, optimizer, more)
+        state = SessionState(self.hooks, data, {**others, **more})
+        recovery = world.current().recovery
+        if recovery is None:
+            restored = self._agree_and_restore(given, params, optimizer, state, data, others, more)
+        else:
+            recovery.use(optimizer, given)
+            self.params, self._state = params, state
+            arguments = given, params, optimizer, state, data, others, more
+            restored = recovery.set_up(self, lambda: self._agree_and_restore(*arguments), lambda: None)
+        self.params, self._optimizer, self._state = params, optimizer, state
+        if restored is not None:
+            log.info(f"resumes from step {restored} of {self._saver.directory}")
+        self.step = optimizer.global_step
+        self._report(self._signals.stop)
+        self._saver.begin(self.step)
+        if optimizer.session_support.is_lockstep:
+            functions.add_observer(self._save_after_join)
+        else:
+            self._signals.notify(optimizer.session_support.request_stop)
+            if self._saver.directory:
+                optimizer.session_support.set_final_save(lambda: self._capture()(self._saver.directory))
+        for hook in self.hooks:
+            hook.begin(self)
+        self._training_begin = self.step
+        if self._stop_reason == "max_steps":
+            log.info(f"max_steps={self.max_steps} is reached already, at step {self.step}: no step is made")
+        return restored
+
+    def _agree_and_restore(
+        self, given: Any, params: Any, optimizer: DistributedOptimizer, state: SessionState, data: Any,
+        others: dict[str, Any], more: dict[str, Any],
+    ) -> int | None:  # fmt: skip
+        """Compare the arguments of `track` on all ranks, and restore the newest checkpoint. Return its step.
+
+        given: the argument params. params, others: the result of `coordination.tracked`."""
         more = {**others, **more}
-        state = SessionState(self.hooks, data, more)
         with coordination.extended_timeout(self._wait_s):
             self._saver.directory = coordination.agree(self._saver.directory, self.max_steps, sorted(more), data)
             if self._interval_given and not self._saver.directory:
@@ -193,25 +227,40 @@ class Session:
                 state.load({} if extra is None else extra, f"{self._saver.directory}, step {restored}")
             error = final_checkpoint.directory_error(self._saver) if self.is_chief else None
             coordination.raise_on_all(optimizer, error)
-        self.params, self._optimizer, self._state = params, optimizer, state
-        if restored is not None:
-            log.info(f"resumes from step {restored} of {self._saver.directory}")
-        self.step = optimizer.global_step
-        self._report(self._signals.stop)
-        self._saver.begin(self.step)
-        self._token = functions.allgather_object(secrets.token_hex(4))[0]  # no rank steps before all know global_step
-        if optimizer.session_support.is_lockstep:
-            functions.add_observer(self._save_after_join)
-        else:
-            self._signals.notify(optimizer.session_support.request_stop)
-            if self._saver.directory:
-                optimizer.session_support.set_final_save(lambda: self._capture()(self._saver.directory))
-        for hook in self.hooks:
-            hook.begin(self)
-        self._training_begin = self.step
-        if self._stop_reason == "max_steps":
-            log.info(f"max_steps={self.max_steps} is reached already, at step {self.step}: no step is made")
+            self._token = functions.allgather_object(secrets.token_hex(4))[0]  # no rank steps before all know the step
         return restored
+
+    # Recovery (membership/recovery.py).
+
+    def send_state(self) -> Any:
+        """Internal: the state for a process that joins."""
+        parts = self._state.pickle(None, uses_saved_position=True)
+        return self._token, self._saver.directory, self._stop_reason, parts
+
+    def receive_state(self, state: Any) -> None:
+        """Internal: take the result of `send_state`."""
+        self._token, self._saver.directory, self._stop_reason, parts = state
+        self._state.receive(parts)
+
+    def begin_world(self) -> None:
+        """Internal: end the loop on all ranks if it has ended on one. Collective."""
+        reasons = functions.allgather_object(self._stop_reason)
+        self._stop_reason = next(filter(None, reasons), "")
+        self._times = world.current().counters.times
+
+    def _next_after_change(self, iterator: Iterator[T]) -> Iterator[T]:
+        """The ranks have changed at the end of a step. Return the next batch, in the next world, as an iterator; an
+        empty one if the loop ends."""
+        if self._is_unfinished():
+            self._end_step(alone=True)
+        self._metrics, self._in_step = coordination.StepMetrics(), False
+        for batch in iterator:  # forms the next world
+            self.step = self._step_begin = self.optimizer.global_step
+            if not self._stop_reason:
+                self._begin_step()
+                yield batch
+            return
+        self._stop_reason = self._stop_reason or final_checkpoint.END_OF_DATA
 
     # The loop.
 
@@ -227,7 +276,17 @@ class Session:
         if self._saver.directory and self._optimizer is not None:
             self._state.warn_untracked(batches)
         iterator = iter(self._state.follow(batches) if self._state else batches)
-        while not self._ends():
+        while True:
+            try:
+                if self._ends():
+                    return
+            except RanksChanged:
+                recovery = world.current().recovery
+                if not recovery.absorbs():
+                    raise
+                yield from self._next_after_change(iterator)
+                continue
+            step = self.optimizer.global_step
             try:
                 batch = next(iterator)
             except StopIteration:
@@ -235,6 +294,11 @@ class Session:
                 self._batches -= 1
                 self._stop_reason = final_checkpoint.END_OF_DATA
                 return
+            if self._stop_reason:  # of another rank, in a world that `next` has formed
+                self._in_step = False
+                return
+            if self.optimizer.global_step != step:  # so it was received there
+                self.step = self._step_begin = self.optimizer.global_step
             self._pull_first()
             yield batch
 
@@ -261,12 +325,15 @@ class Session:
             self._end_step()
         if self._stop_reason:
             return True
+        self._begin_step()
+        return False
+
+    def _begin_step(self) -> None:
         self._in_step, self._is_ending = True, False
         self._batches += 1
         self._step_begin = self.step
         for hook in self.hooks:
             hook.before_step(self)
-        return False
 
     def _pull_first(self) -> None:
         """Mode ps: pull before the first gradient, because other workers already train."""
@@ -373,6 +440,15 @@ class Session:
         self._step_begin = self.step  # `join` copies the updates; `_note_step` must not count them as this rank's step
 
     # The end.
+
+    def _finish_in_any_world(self) -> str | None:
+        """As `_finish`, again if the ranks change before it is complete."""
+        while True:
+            try:
+                return self._finish()
+            except RanksChanged:
+                self._metrics, self._in_step = coordination.StepMetrics(), False
+                world.current().recovery.form()
 
     def _finish(self) -> str | None:
         if self._is_unfinished():  # the loop was left by a break

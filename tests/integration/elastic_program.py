@@ -5,7 +5,9 @@ directory     each process writes ledger-PID, a line of JSON for each event, and
 rows, batch_size, epochs, elements     of the data, and of the parameters
 form          of the parameters: dict, bare, list, nested
 pause_s       in each step
-kill          {"member": M, "step": S, "how": "SIGKILL" or ...}: what the process with this name does
+session       the directory of its checkpoints, or None: a plain loop
+max_steps     of the session
+kill          {"rank": R, "step": S, "how": "SIGKILL" or another end}: of this rank in the first world
 """
 
 import json
@@ -52,6 +54,40 @@ def pack(flat):
     return forms[given["form"]]()
 
 
+class Count(allred.session.Hook):
+    """A hook with a state: the calls of after_step, and the last logged value."""
+
+    def __init__(self):
+        self.calls, self.values = 0, {}
+
+    def after_step(self, session, values):
+        self.calls, self.values = self.calls + 1, values
+
+    def state_dict(self):
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state):
+        self.calls = state["calls"]
+
+
+count = Count()
+
+
+def loop(batches, params, opt):
+    if not given.get("session"):
+        yield from batches
+        return
+    with allred.Session(
+        given["session"], save_steps=given.get("save_steps", 5), log_steps=None, hooks=[count],
+        max_steps=given.get("max_steps"),
+    ) as session:  # fmt: skip
+        session.track(params=params, optimizer=opt, data=batches)
+        note(event="tracked", step=session.step)
+        for batch in session.steps(batches):
+            yield batch
+            session.log(loss=float(opt.global_step), examples=len(batch[0]))
+
+
 def main():
     allred.init(banner=False)
     note(event="init", rank=allred.rank(), size=allred.size(), pid=os.getpid())
@@ -60,9 +96,11 @@ def main():
     flat = np.full(elements, 1.0 + allred.rank(), "f4")  # the broadcast makes them equal
     params = pack(flat)
     opt = allred.distributed(allred.optim.SGD(lr=0.05, momentum=0.9))
-    opt.broadcast(params)
+    if not given.get("session"):
+        opt.broadcast(params)
     mine, attempts = given.get("kill") or {}, 0
-    for ids, values in allred.data.batches(samples, targets, batch_size=given["batch_size"], epochs=given["epochs"]):
+    batches = allred.data.batches(samples, targets, batch_size=given["batch_size"], epochs=given["epochs"])
+    for ids, values in loop(batches, params, opt):
         step = opt.global_step + 1
         note(event="attempt", step=step, world=allred.world.current().generation, ids=ids.tolist())
         attempts += 1
@@ -86,7 +124,7 @@ def main():
         "pid": os.getpid(), "rank": allred.rank(), "size": allred.size(), "step": opt.global_step,
         "digest": allred.nest.digest(params), "head": flat[:9].tolist(), "descriptors": descriptors,
         "mappings": mappings, "pages": pages, "attempts": attempts,
-        "world": allred.world.current().generation, "summary": opt.summary(),
+        "calls": count.calls, "world": allred.world.current().generation, "summary": opt.summary(),
     }  # fmt: skip
     with open(f"{given['directory']}/result-{os.getpid()}", "w") as file:
         json.dump(result, file)

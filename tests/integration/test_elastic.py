@@ -100,3 +100,18 @@ def test_parameters_of_all_forms_go_to_a_spare(form, tmp_path):
     result, found = elastic(tmp_path, "-np", 3, "--spares", 1, kill=how, form=form, elements=40)
     trained(result, found, 3)
     assert "3 ranks go on, 1 of them new" in result.err, result.text
+
+
+@pytest.mark.parametrize("step", [1, 7, 35, 36])
+def test_a_session_goes_on(step, tmp_path):
+    how = {"rank": 0, "step": step, "how": "SIGKILL"}
+    result, found = elastic(tmp_path, "-np", 3, "--spares", 1, kill=how, session=str(tmp_path / "ckpt"))
+    trained(result, found, 3)
+    assert sorted(path.name for path in (tmp_path / "ckpt").glob("step-*"))[-1] == "step-00000036"
+
+
+def test_a_session_ends_at_max_steps(tmp_path):
+    how = {"rank": 1, "step": 10, "how": "SIGKILL"}
+    result, found = elastic(tmp_path, "-np", 3, kill=how, session=str(tmp_path / "ckpt"), max_steps=10)
+    assert result.code == 0, result.text
+    assert {each["step"] for each in found} == {10}, result.text
