@@ -31,8 +31,8 @@ from allred.config import Config, explicit_settings, settle
 from allred.errors import AllredError, ConfigError, InputError
 from allred.gpu import streams
 from allred.runtime import detached, process_end
+from allred.watch import excepthook, exit_callbacks, shm_files
 from allred.watch import exit as exit_protocol
-from allred.watch import exit_callbacks, shm_files
 from allred.watch import start as watch
 from allred.watch.excepthook import status_at_exit
 from allred.watch.exit_callbacks import delayed_handlers
@@ -273,6 +273,7 @@ def _join_elastic(agent: str, settings: dict[str, Any] | str) -> None:
 
     _recovery = Recovery(connection, create, _abandon)
     process_end.register(_stop_watcher)
+    excepthook.watch(lambda status: None)  # its agent sees the end of this process
     _recovery.join()
 
 
@@ -339,7 +340,10 @@ def _create_world(bootstrap: Bootstrap, library: str, facts: list[_Facts], clust
         errors.mpi_numbers = f"ranks 0 to {bootstrap.size - 1} are ranks {numbers} of MPI.COMM_WORLD"
     cores, hosts = [each.cores for each in facts], [each.host for each in facts]
     limits = processors.thread_limits(cores, hosts)
-    log.info(_banner(here, library, numbers) + _limit_threads(here, limits, bootstrap.rank))
+    banner = _banner(here, library, numbers) + _limit_threads(here, limits, bootstrap.rank)
+    if here.generation > 1 and here.recovery is not None:  # `allred run` prints that the ranks have changed
+        return
+    log.info(banner)
     if oversubscription := processors.oversubscription(cores, hosts):
         log.info(f"warning: {oversubscription}")
 

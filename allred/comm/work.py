@@ -456,6 +456,8 @@ class WorkQueue:
                 error = world.error()
                 if error is None and now - last_progress > LOST_CONNECTION_S:
                     error = self.connection_error()
+                    if error is not None and (recovery := world.current().recovery) is not None:
+                        error = recovery.lose_connection(error)
                 if error is not None:
                     self.poison(str(error).partition("\n")[0])
                     exit_protocol.stuck()

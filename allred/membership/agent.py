@@ -13,14 +13,17 @@ A message is a JSON object. To the agent:
     poison, to            a world that this process has to leave, and why: `text`, `rank`, `code`
     signal, to            the number of a signal to this process; to its whole session if it is SIGKILL
     to, ...               any other message is passed on to this process
+    alive                 the answer to the heartbeat of that number
 
 From the agent:
 
     agent                 the name of the host; the first message
     died, how, code       this process has died
     from, ...             a message of this process; its first one has `pid`
+    alive                 a heartbeat, with its number
 
-Of a process: `watch`, the settings of the watcher, with the answer `watcher`; other messages are passed on.
+Of a process: `watch`, the settings of the watcher, with the answer `watcher`; `failed`, the last line of the traceback
+with which it ends; other messages are passed on.
 
 A world is poisoned by a number in memory that the process shares with its agent (agent_connection.py): a process tests
 it in each wait, without a system call.
@@ -43,7 +46,7 @@ from allred.launcher_variables import AGENT
 from allred.membership.agent_process import NEVER, AgentProcess, end_with_parent
 from allred.runtime.channel import Channel, connect
 from allred.runtime.loop import Loop
-from allred.runtime.timings import HELLO_S
+from allred.runtime.timings import HEARTBEAT_PERIOD_S, HELLO_S, LEASE_S
 from allred.watch import process_state
 from allred.watch.process import Watcher
 from allred.watch.rank import owner
@@ -70,6 +73,9 @@ class Agent:
         self._run = connect((settings["address"], settings["port"]), settings["purpose"], settings["secret"])
         self._run.serve(self._loop, self._handle, self._lose_run)
         self._run.send({"agent": settings["host"]})
+        self._beats: dict[int, float] = {}  # heartbeats that were not answered, and when they were sent
+        self._sent, self._lease_from = 0, time.monotonic()
+        self._beat()
 
     def run(self) -> None:
         """Run until the connection to `allred run` ends."""
@@ -84,6 +90,17 @@ class Agent:
         for process in self._processes.values():
             process.kill()
 
+    def _beat(self) -> None:
+        """Send a heartbeat, or end if none has been answered for LEASE_S: then `allred run` may count this host as
+        lost, and the others go on without it."""
+        self._loop.after(HEARTBEAT_PERIOD_S, self._beat)
+        now = time.monotonic()
+        if now > self._lease_from + LEASE_S:
+            self._is_connected = False
+        self._sent += 1
+        self._beats[self._sent] = now
+        self._run.send({"alive": self._sent})
+
     def _lose_run(self, error: Exception) -> None:
         self._is_connected = False
 
@@ -91,7 +108,10 @@ class Agent:
 
     def _handle(self, messages: list[Message]) -> None:
         for message in messages:
-            if "start" in message:
+            if "alive" in message:
+                self._lease_from = self._beats[message["alive"]]
+                self._beats = {each: at for each, at in self._beats.items() if each > message["alive"]}
+            elif "start" in message:
                 for name in message["start"]:
                     self._start(name)
             elif (process := self._processes.get(message["to"])) is not None:
@@ -159,6 +179,8 @@ class Agent:
         for message in messages:
             if "watch" in message:
                 self._watch(process, message["watch"])
+            elif "failed" in message:
+                process.failure = message["failed"]
             else:
                 self._run.send({"from": process.name, **message})
 
@@ -183,8 +205,9 @@ class Agent:
         if process.rank_pidfd >= 0 and _is_dead(process.rank_pidfd):
             pidfd, pid = process.rank_pidfd, process.rank_pid
         how, code = process_state.describe_end(pidfd, pid)
-        if pidfd == process.pidfd and process.popen.poll() == 0:
-            how, code = "has ended with success", 0
+        if pidfd == process.pidfd and process.popen.poll() is not None and process.popen.returncode >= 0:
+            code = process.popen.returncode
+            how = f"ended with exit code {code}"
         process.kill()
         if process.rank_pidfd >= 0 and not _is_dead(process.rank_pidfd):
             return self._loop.remove(process.pidfd)  # its end follows
@@ -196,6 +219,7 @@ class Agent:
                     while messages := process.channel.receive():
                         self._report(process, messages)
                 process.channel.close()
+            how += f": {process.failure}" if code and process.failure else ""
             self._run.send({"died": process.name, "how": how, "code": code})
         if process.popen.poll() is not None:
             for each in (process.pidfd, process.rank_pidfd):

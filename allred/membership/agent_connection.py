@@ -15,6 +15,7 @@ from allred.membership import agreement
 from allred.membership.agent_process import end_with_parent
 from allred.membership.member import Member
 from allred.runtime.channel import Channel
+from allred.runtime.timings import WORDS_CHARS
 
 
 class AgentConnection(TaskConnection):
@@ -55,6 +56,10 @@ class AgentConnection(TaskConnection):
         """Send a message of the agreement."""
         if message is not None:
             self._channel.send({"report": type(message).__name__.lower(), **dataclasses.asdict(message)})
+
+    def report_failure(self, words: str) -> None:
+        """Report why this process is about to end."""
+        self._channel.send({"failed": words[:WORDS_CHARS]})
 
     def await_form(self) -> agreement.Form:
         """Wait until this process is a member of a new world. Raises SystemExit if it has to end."""

@@ -81,6 +81,7 @@ class Recovery:
         self._member = connection.member
         self._optimizer: RecoverableOptimizer | None = None
         self._params: Any = None
+        self._lost: RanksChanged | None = None  # a connection of this world has failed
         self._session: RecoverableSession | None = None
         self._is_set_up_together = False  # inside of `set_up`
         self._begun, self._loops = 0, dict[int, FollowedLoop]()  # running ones, by index
@@ -117,20 +118,30 @@ class Recovery:
 
     def _halt(self) -> None:
         self._leave()
+        self._lost = None
         self._connection.send(self._member.halted())
 
     @property
     def is_due(self) -> bool:
         """Whether the ranks change, so that `form` has to be called."""
-        return self._connection.is_poisoned()
+        return self._lost is not None or self._connection.is_poisoned()
 
     def error(self) -> RanksChanged | None:
         """Return the error of a wait; None if the ranks do not change."""
-        return self._connection.error()
+        return self._lost or self._connection.error()
+
+    def lose_connection(self, error: Exception) -> RanksChanged:
+        """A connection to another rank has failed. Return the error of the wait: this process leaves its world."""
+        self._lost = RanksChanged(str(error), getattr(error, "rank", -1), getattr(error, "host", ""), 1)
+        return self._lost
 
     def serve_watcher(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Let the agent be the watcher of this node, for the world that is created. Return its name and port."""
         return self._connection.serve_watcher(settings)
+
+    def report_failure(self, words: str) -> None:
+        """Report why this process is about to end. words: the last line of the traceback."""
+        self._connection.report_failure(words)
 
     # State.
 

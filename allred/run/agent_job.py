@@ -7,6 +7,7 @@ spare, or by a new process while restarts are left; else the others go on withou
 import dataclasses
 import json
 import os
+import shlex
 import signal
 import subprocess
 import time
@@ -44,6 +45,7 @@ class _AgentLink:
     def __init__(self, host: str, popen: "subprocess.Popen[str]") -> None:
         self.host, self.popen = host, popen
         self.channel: Channel | None = None
+        self.heard_at = 0.0
 
 
 class AgentJob:
@@ -64,11 +66,10 @@ class AgentJob:
         self.replacements = replacements
         self._coordinator = WorldCoordinator(sum(assigned.values()), minimum)
         self._exchanges, self._generation, self._ranks = Exchanges(), 0, tuple[str, ...]()  # of the last world
-        self._processes: dict[str, _JobProcess] = {}
         self._agents = {host: self._start_agent(host, program, environ, listening) for host in assigned}
-        self._first = dict(assigned)
-        last = [*assigned][-1]
-        self._first[last] += spares
+        hosts = [host for host, ranks in assigned.items() for _ in range(ranks)]
+        hosts += [[*assigned][-1 - number % len(assigned)] for number in range(spares)]
+        self._processes = {str(number): _JobProcess(str(number), host) for number, host in enumerate(hosts)}
         self._lost_at: float | None = None  # when the first death since the last world was reported
         self._dead: list[_JobProcess] = []  # since then, members
         self._waits_since = float("inf")  # since when the same members are awaited
@@ -77,7 +78,7 @@ class AgentJob:
         self._last_end: _JobProcess | None = None  # the last member of the last world that has ended, or any process
         self.lost_hosts: set[str] = set()
         self._restart = ""
-        self._watch_waits()
+        self._look_for_lost()
 
     # Agents.
 
@@ -91,7 +92,9 @@ class AgentJob:
         }  # fmt: skip
         words = detached.program_of("allred.membership.agent")
         if not host_list.is_local(host):
-            words = [*host_list.agent(os.environ), host, *words]
+            start = host_list.agent(os.environ)
+            is_argument_list = os.path.basename(start[0]) == "srun"  # ssh passes one line to a shell
+            words = [*start, host, *(words if is_argument_list else [shlex.join(words)])]
         popen = subprocess.Popen(words, stdin=subprocess.PIPE, text=True, start_new_session=True)
         assert popen.stdin is not None
         popen.stdin.write(json.dumps(settings) + "\n")
@@ -101,33 +104,39 @@ class AgentJob:
     def connect(self, link: Channel, messages: list[Message]) -> None:
         """Take the connection of an agent. messages: its first ones."""
         agent = self._agents[messages[0]["agent"]]
-        agent.channel = link
+        agent.channel, agent.heard_at = link, time.monotonic()
         link.serve(self._loop, lambda messages: self._handle(agent, messages), lambda error: self._lose_agent(agent))
-        self._start(agent, self._first.pop(agent.host, 0))
+        link.send({"start": [each.name for each in self._processes.values() if each.host == agent.host]})
         self._handle(agent, messages[1:])
 
-    def _start(self, agent: _AgentLink, number: int) -> None:
-        """Start processes on a host."""
-        names = [str(len(self._processes) + each) for each in range(number)]
-        self._processes |= {name: _JobProcess(name, agent.host) for name in names}
-        if agent.channel is not None:
-            agent.channel.send({"start": names})
+    def _start(self, host: str) -> None:
+        """Start one more process on a host."""
+        name, channel = str(len(self._processes)), self._agents[host].channel
+        if channel is not None and not self._is_over:
+            self._processes[name] = _JobProcess(name, host)
+            channel.send({"start": [name]})
 
     def _handle(self, agent: _AgentLink, messages: list[Message]) -> None:
+        agent.heard_at = time.monotonic()
         for message in messages:
-            if "died" in message:
+            if "alive" in message:
+                if agent.channel is not None:
+                    agent.channel.send(message)
+            elif "died" in message:
                 self._lose(self._processes[message["died"]], message["how"], message["code"])
-                continue
-            process = self._processes[message["from"]]
-            if "pid" in message:
-                process.pid, process.has_joined = message["pid"], True
-                self._send(self._coordinator.join(process.name, int(process.name)))
-            elif "line" in message:
-                self._exchange(process, message)
             else:
-                report, given = _REPORTS[message["report"]], {"generation": message["generation"]}
-                given |= {"step": message["step"]} if report is Ready else {}
-                self._send(self._coordinator.receive(process.name, report(**given)))
+                self._handle_process(self._processes[message["from"]], message)
+
+    def _handle_process(self, process: _JobProcess, message: Message) -> None:
+        if "pid" in message:
+            process.pid, process.has_joined = message["pid"], True
+            self._send(self._coordinator.join(process.name, int(process.name)))
+        elif "line" in message:
+            self._exchange(process, message)
+        else:
+            report, given = _REPORTS[message["report"]], {"generation": message["generation"]}
+            given |= {"step": message["step"]} if report is Ready else {}
+            self._send(self._coordinator.receive(process.name, report(**given)))
 
     def _exchange(self, process: _JobProcess, message: Message) -> None:
         if message["generation"] != self._coordinator.generation or process.name not in self._ranks:
@@ -143,11 +152,15 @@ class AgentJob:
             channel.send({"to": name, **message})
 
     def _lose_agent(self, agent: _AgentLink) -> None:
-        """The agent of a host has ended, and its processes with it."""
+        """The connection of an agent has ended. Its processes end with it."""
         agent.channel = None
+        self._lost_at = self._lost_at or time.monotonic()
+        self._after(timings.AGENT_END_S, lambda: self._lose_host(agent, "has ended with the agent of its host"))
+
+    def _lose_host(self, agent: _AgentLink, how: str) -> None:
         for process in [*self._processes.values()]:
             if process.host == agent.host and not process.how:
-                self._lose(process, "has lost the agent of its host", 1)
+                self._lose(process, how, 1)
 
     # Worlds.
 
@@ -172,9 +185,8 @@ class AgentJob:
                 self._after(timings.RESTART_DELAY_S, lambda: self._replace(process.host))
 
     def _replace(self, host: str) -> None:
-        agent, self._pending = self._agents[host], self._pending - 1
-        if agent.channel is not None and not self._is_over:
-            self._start(agent, 1)
+        self._pending -= 1
+        self._start(host)
 
     def _send(self, orders: Orders) -> None:
         """Send the orders of the coordinator."""
@@ -226,7 +238,7 @@ class AgentJob:
     def _may_join(self) -> bool:
         """Whether a process may still join."""
         starting = any(not process.how and not process.has_joined for process in self._processes.values())
-        return bool(starting or self._first or self._pending)
+        return starting or bool(self._pending)
 
     def _report_world(self) -> None:
         change, now = self._coordinator.change, time.monotonic()
@@ -241,9 +253,16 @@ class AgentJob:
         self._say("; ".join([who] * bool(who) + [", ".join(what)]))
         self._lost_at, self._dead = None, []
 
-    def _watch_waits(self) -> None:
-        """Kill members that do not leave their world, and form a world again that is not complete, after a limit."""
-        self._timers.append(self._loop.after(1.0, self._watch_waits))
+    def _look_for_lost(self) -> None:
+        """Give up hosts without heartbeats. Kill members that do not leave their world, and form a world again that is
+        not complete, after a limit."""
+        self._after(timings.HEARTBEAT_PERIOD_S, self._look_for_lost)
+        for agent in self._agents.values():
+            if agent.channel is not None and self._loop.now > agent.heard_at + timings.LOST_AGENT_S:
+                agent.channel.close()
+                agent.channel = None
+                self.lost_hosts.add(agent.host)
+                self._lose_host(agent, f"is unreachable: its host has been silent for {timings.LOST_AGENT_S:g} s")
         late = self._coordinator.waits_for()
         if not late or self._is_over or time.monotonic() < self._waits_since + self._limit_s:
             return
@@ -251,7 +270,8 @@ class AgentJob:
             return self._send(self._coordinator.interrupt())
         for name in late:
             process = self._processes[name]
-            self._say(f"rank {process.world_rank} on {process.host} {late[name]}, and has not for {self._limit_s:g} s")
+            who = f"rank {process.world_rank} on {process.host} is killed"
+            self._say(f"{who}: it {late[name]}, and has not done so for {self._limit_s:g} s (ALLRED_TIMEOUT_S)")
             self._tell(name, {"signal": signal.SIGKILL})
         self._waits_since = time.monotonic()
 
@@ -261,8 +281,8 @@ class AgentJob:
         """Change the number of ranks. Processes are started for new ones."""
         new = target - len(self._coordinator.members) - len(self._coordinator.spares)
         self._send(self._coordinator.resize(target))
-        if new > 0:
-            self._start([*self._agents.values()][-1], new)
+        for _ in range(new):
+            self._start([*self._agents][-1])
 
     def send_signal(self, number: int) -> None:
         """Send a signal to all processes."""
@@ -293,8 +313,9 @@ class AgentJob:
     def has_ended(self) -> bool:
         """Return whether all processes have ended, and the agents. Call it whenever something has happened."""
         agents = [each for each in self._agents.values() if each.popen.poll() is None]
-        are_to_start = bool(self._first or self._pending) and not self._is_over
-        if agents and (are_to_start or any(not each.how for each in self._processes.values())):
+        if agents and not self._is_over and self._pending:
+            return False
+        if any(not each.how and self._agents[each.host] in agents for each in self._processes.values()):
             return False
         for agent in self._agents.values():
             if agent.channel is not None:

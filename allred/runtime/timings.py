@@ -113,6 +113,14 @@ RENDEZVOUS_DEATH_S = 0.5  # before the others are ended in MPI_Init: they may fa
 
 assert RENDEZVOUS_DEATH_S > SAME_ERROR_S
 
+# Agents of an elastic job (membership/agent.py).
+
+LEASE_S = 8.0  # after which an agent ends with its processes, if `allred run` has answered none of its heartbeats
+LOST_AGENT_S = 10.0  # after the last heartbeat of an agent, its host is lost, and the others go on
+AGENT_END_S = 0.2  # from the end of an agent's connection to the end of all its processes
+
+assert HEARTBEAT_PERIOD_S < LEASE_S < LOST_AGENT_S - 2 * HEARTBEAT_PERIOD_S, "never two worlds that both train"
+
 # `allred run` (run/).
 
 HOST_FILE_S = 1.0  # interval at which the host file is read

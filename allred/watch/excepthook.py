@@ -162,7 +162,10 @@ def _report(
 ) -> bool:
     """Report to the watcher, and linger. Return whether to print the traceback. status: the exit code, if it is not the
     one that Python gives the exception."""
-    watcher = world.watcher()
+    watcher, here = world.watcher(), world.current_or_none()
+    if here is not None and here.recovery is not None:
+        here.recovery.report_failure(_last_line(kind, error))
+        return True
     if watcher is None:
         return True
     text = "".join(traceback.format_exception(kind, error, trace))
@@ -233,7 +236,10 @@ class _Exit(SystemExit):
                 return self._code
             status = process_end.exit_code(SystemExit(self._code))
             exit_callbacks.call_and_print(self if status else None)
-            if status and (watcher := world.watcher()) is not None:
+            here = world.current_or_none()
+            if status and here is not None and here.recovery is not None:
+                here.recovery.report_failure(_passed.get(status, (f"sys.exit({self._code!r})",))[0])
+            elif status and (watcher := world.watcher()) is not None:
                 watcher.report_failure(status, *_passed.get(status, (f"sys.exit({self._code!r})",)))
             _end_with(status)
         return self._code

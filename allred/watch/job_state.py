@@ -80,7 +80,7 @@ class JobState:
         self._size, self._nodes, self._launcher = size, nodes, launcher
         self._ranks = Records()
         self._expendable = ExpendableWorkers(expendable)
-        self._elastic = elastic
+        self._elastic, self._killed = elastic, set[int]()  # ranks, by `_kill_late`
         fail = self._kill_late if elastic else self._set_verdict
         self._stalls = Stalls(self._ranks, self._expendable, size, nodes, warn_s, fail, self._continue_without_silent)
         self._release = Release(self._ranks, self._expendable.gone, launcher)
@@ -352,11 +352,15 @@ class JobState:
         """A wait of this rank has reached its limit, in an elastic job: kill the ranks that do not wait. If all wait,
         for different operations, that is the verdict."""
         late = [each for each, record in self._ranks.items() if not record.waits_in and not record.end]
-        if not late:
+        if not (late or self._killed):
             return self._set_verdict(rank, text, code, timeout=timeout)
-        for each in late:
-            self._ranks.out += [(None, {"kind": "kill", "rank": each})]
-        self._ranks.print(rank, f"{named('rank', late)} will be killed: {text}")
+        for other, record in self._ranks.items():
+            if record.waits_in:
+                self._ranks.out.append((other, {"kind": "extend", "again_s": timings.LIMIT_VERDICT_S}))
+        if new := [each for each in late if each not in self._killed]:
+            self._killed.update(new)
+            self._ranks.out += [(None, {"kind": "kill", "rank": each}) for each in new]
+            self._ranks.print(rank, f"{named('rank', new)} is killed, because it does not take part. {text}")
 
     def _send_verdict(self, at_once: bool = False) -> None:
         is_due = at_once or self._ranks.now >= self._send_verdict_at

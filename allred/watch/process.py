@@ -352,6 +352,8 @@ class Watcher:
     def _warn(self, text: str) -> None:
         """Let a rank of this node print a warning, if there is one, until the job ends."""
         here = [rank for rank in self._ranks.values() if not rank.dead and not rank.left]
+        if self._settings.elastic:  # the agents have heartbeats of their own
+            return
         if text and here and not self._has_verdict:
             message = {"kind": "print", "text": text}
             here[0].send(message)

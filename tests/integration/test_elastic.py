@@ -1,25 +1,30 @@
 """`allred run --elastic`: deaths, and what the ranks that go on compute."""
 
 import collections
+import contextlib
 import json
+import os
 import pathlib
 import re
+import signal
+import threading
 
 import numpy as np
 import pytest
-from harness import BIN, run
+from harness import BIN, full, run
+from hosts import hosts
 
 HERE = pathlib.Path(__file__).parent
 
 
-def elastic(directory, *words, kill=None, env=None, timeout_s=60, **changes):
+def elastic(directory, *words, kill=None, env=None, timeout_s=60, prefix=(), **changes):
     """Run the program. Returns the result, and what the processes have written at their end, by rank."""
     given = {
         "directory": str(directory), "rows": 96, "batch_size": 8, "epochs": 3, "elements": 16, "form": "dict",
         "pause_s": 0.002, "kill": kill, **changes,
     }  # fmt: skip
     own = {"ELASTIC_PROGRAM": json.dumps(given), "XDG_RUNTIME_DIR": str(directory), **(env or {})}
-    command = [BIN["mpich"] / "python", "-m", "allred", "run", "--name", "tested", "--elastic", *words]
+    command = [*prefix, BIN["mpich"] / "python", "-m", "allred", "run", "--name", "tested", "--elastic", *words]
     result = run([*command, HERE / "elastic_program.py"], timeout_s, own, cwd=directory)
     found = [json.loads(path.read_text()) for path in directory.glob("result-*")]
     check_ledger(directory, given, result)
@@ -27,20 +32,28 @@ def elastic(directory, *words, kill=None, env=None, timeout_s=60, **changes):
 
 
 def events(directory):
-    """All events of the ledgers."""
+    """All events of the ledgers, with the process."""
     for path in directory.glob("ledger-*"):
         for line in path.read_text().splitlines():
-            yield json.loads(line)
+            yield {**json.loads(line), "process": path.name}
 
 
 def check_ledger(directory, given, result):
-    """Each committed step has the samples of its batch exactly once, in the world in which it was committed."""
+    """Each committed step has the samples of its batch exactly once, in the world in which it was committed.
+
+    A process may have died after a step that the others could not complete. It is in no later world."""
     attempts, worlds = collections.defaultdict(list), collections.defaultdict(set)
+    last = collections.defaultdict(int)
+    for event in events(directory):
+        last[event["process"]] = max(last[event["process"]], event.get("world", 0))
     for event in events(directory):
         if event["event"] == "attempt":
             attempts[event["step"], event["world"]] += event["ids"]
-        elif event["event"] == "commit":
+        elif event["event"] == "commit" and (last[event["process"]] > event["world"] or not worlds[event["step"]]):
             worlds[event["step"]].add(event["world"])
+    for event in events(directory):
+        if event["event"] == "commit" and event["world"] > max(worlds[event["step"]]):
+            worlds[event["step"]] = {event["world"]}
     rows, size = given["rows"], given["batch_size"]
     for step, committed in sorted(worlds.items()):
         assert len(committed) == 1, (step, committed, result.text)
@@ -79,8 +92,8 @@ def trained(result, found, ranks, rows=96, batch_size=8, epochs=3):
 DEATHS = {
     "SIGKILL": r"was killed by signal 9 \(SIGKILL\)",
     "segfault": r"was killed by signal 11 \(SIGSEGV\)",
-    "raise": "ended with exit code 1",
-    "exit": "ended with exit code 3",
+    "raise": "ended with exit code 1: ValueError: wrong",
+    "exit": r"ended with exit code 3: sys.exit\(3\)",
 }
 
 
@@ -115,3 +128,34 @@ def test_a_session_ends_at_max_steps(tmp_path):
     result, found = elastic(tmp_path, "-np", 3, kill=how, session=str(tmp_path / "ckpt"), max_steps=10)
     assert result.code == 0, result.text
     assert {each["step"] for each in found} == {10}, result.text
+
+
+@pytest.mark.limit(150)
+@pytest.mark.parametrize("what", ["kill", pytest.param("cut", marks=full)])
+def test_a_host_is_lost(what, tmp_path):
+    """All its processes are killed; or its link is cut, and its ranks end before the others go on."""
+    with hosts(3, tmp_path) as here:
+
+        def lose():
+            if what == "cut":
+                return here.set_link(2, "down")
+            for pid in here.processes(2):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+        names = ",".join(f"{name}:2" for name in here.names[1:])
+        more = {"env": {"HYDRA_LAUNCHER_EXEC": str(tmp_path / "agent")}, "prefix": here.inside(0), "timeout_s": 100}
+        timer = threading.Timer(3.0, lose)
+        timer.start()
+        result, found = elastic(tmp_path, "--hosts", names, "-np", 4, epochs=40, pause_s=0.005, **more)
+        timer.join()
+        here.wait_for_end()
+    trained(result, found, 2, epochs=40)
+    assert re.search(r"rank 2 on .* and rank 3 on .*; 2 ranks go on", result.err), result.text
+
+
+def test_a_stopped_rank_is_killed(tmp_path):
+    how = {"rank": 1, "step": 9, "how": "SIGSTOP"}
+    result, found = elastic(tmp_path, "-np", 3, kill=how, env={"ALLRED_TIMEOUT_S": "2"})
+    trained(result, found, 2)
+    assert "rank 1 is killed, because it does not take part" in result.err, result.text
