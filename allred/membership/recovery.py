@@ -10,8 +10,9 @@
 A step is committed when its update is complete. agreement.py has the protocol, and why it is right.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
 from allred import native, world
@@ -26,6 +27,7 @@ class RecoverableOptimizer(Protocol):
     """The methods of a distributed optimizer that `Recovery` calls."""
 
     name: str
+    interrupted: bool
 
     @property
     def global_step(self) -> int: ...
@@ -189,13 +191,14 @@ class Recovery:
                 )
             if problem := optimizer.refusal():
                 raise InputError(f"{optimizer.name}: {problem} cannot be used with `allred run --elastic`")
-        self._optimizer, self._params = optimizer, params
+        self._optimizer = optimizer
+        self._params = self._params if params is None else params
 
     def broadcast(self, optimizer: RecoverableOptimizer, params: Any, root: int) -> None:
         """As `copy_state`, until it is complete. A process that has joined later receives the state of the others."""
-        self.use(optimizer, params)
         if self._is_set_up_together:
             return optimizer.copy_state(params, root)
+        self.use(optimizer, params)
         self._until_complete(lambda: optimizer.copy_state(params, root))
 
     def set_up(self, session: RecoverableSession, first: Callable[[], T], later: Callable[[], T]) -> T:
@@ -238,14 +241,25 @@ class Recovery:
 
     # Steps.
 
-    def begin_step(self, optimizer: RecoverableOptimizer, params: Any) -> None:
-        """A step of the optimizer begins."""
+    @contextlib.contextmanager
+    def step(self, optimizer: RecoverableOptimizer, params: Any, begins: bool = True) -> Iterator[None]:
+        """Inside of this block the optimizer makes a step, or a part of it. If the ranks change, the step is lost:
+        `optimizer.interrupted` is set, if a loop over batches will form the next world; else RanksChanged is raised.
+
+        params: None if they are known. begins: whether the step begins here."""
         self.use(optimizer, params)
         if self.has_joined_later:
             raise InputError(
-                f"{optimizer.name}.step(): this process has joined a running training; call "
-                f"{optimizer.name}.broadcast(params) before the first step, so that it receives the parameters"
+                f"{optimizer.name}: this process has joined a running training; call broadcast(params) of the "
+                "optimizer before the first step, so that it receives the parameters"
             )
+        optimizer.interrupted = optimizer.interrupted and not begins
+        try:
+            yield
+        except RanksChanged:
+            if not self._loops:
+                raise
+            optimizer.interrupted = True
 
     def absorbs(self) -> bool:
         """Whether a lost step needs no error: a loop over batches will form the next world."""

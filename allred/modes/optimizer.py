@@ -18,7 +18,7 @@ from allred.comm import functions
 from allred.comm.communicator import Communicator
 from allred.comm.header import hash_text
 from allred.comm.ops import Compression, ReduceOp
-from allred.errors import CheckpointError, InputError, MismatchError, NonFiniteError, RanksChanged
+from allred.errors import CheckpointError, InputError, MismatchError, NonFiniteError
 from allred.modes.clipping import Clipper
 from allred.modes.detect.mistake_checks import restored, updates_of
 from allred.modes.load_checkpoint import load_newest
@@ -68,7 +68,7 @@ class DistributedOptimizer:
     """
 
     _make_options = StepOptions
-    interrupted = False
+    interrupted = False  # whether the last step made no update, because the ranks of an elastic job change
 
     def __new__(cls, *arguments: Any, **options: Any) -> Any:
         target = arguments[0] if arguments else options.get("optimizer")
@@ -173,14 +173,14 @@ class DistributedOptimizer:
         Example: on 2 ranks, with `opt = allred.distributed(allred.optim.SGD(lr=1.0))` and `w = np.zeros(2)`,
         `opt.step({"w": w}, {"w": np.full(2, float(allred.rank()))})` sets `w` to `[-0.5, -0.5]` on both.
         """
-        self._step(params, grads, samples)
+        if (recovery := world.current().recovery) is None:
+            return self._step(params, grads, samples)
+        with recovery.step(self, params):
+            self._step(params, grads, samples)
 
     def _step(self, params: Any, grads: Any, samples: int | None, refusal: str = "") -> None:
         """As `step`. refusal: why this rank's gradients cannot be used."""
-        mode, communicator, recovery = self._get_mode(), self._communicator(), world.current().recovery
-        if recovery is not None:
-            recovery.begin_step(self, params)
-            self.interrupted = False
+        mode, communicator = self._get_mode(), self._communicator()
         tensors, leaves, values, problem, plain = self._matcher.match(params, grads)
         problem = refusal or problem
         try:
@@ -213,10 +213,6 @@ class DistributedOptimizer:
         except (InputError, MismatchError, NonFiniteError) as error:
             communicator.queue.record_error(error)
             raise
-        except RanksChanged:
-            if recovery is None or not recovery.absorbs():
-                raise
-            self.interrupted = True
 
     def _repeat_step(self, mode: SyncMode, values: list[Any], samples: int | None) -> bool:
         """As `_step`, of an optimizer that makes its update later, if the step is like the last one on all ranks.

@@ -212,9 +212,8 @@ class SyncMode(Mode):
         communicator, timer = given.communicator, self._timer
         self.was_skipped = not used
         self._checks.end(used)
-        if (recovery := world.current().recovery) is not None and not self._options.process_set:
-            self._committed_steps = self._checks.steps
-            recovery.commit(self.global_step - used)
+        if self._completes is None:
+            self.commit(used)
         if (replica := self._replica) is not None:
             if given.tensors is not replica.tensors or communicator is not replica.communicator:
                 replica.begin_steps(communicator, given.tensors)
@@ -222,6 +221,12 @@ class SyncMode(Mode):
         timer.end(communicator, self._reducer.samples, self.global_step, given.samples or 0)
         if not timer.steps & (timer.steps - 1):
             self._not_in_place.end(timer.steps, given.values, communicator)
+
+    def commit(self, used: bool) -> None:
+        """Commit a step, with its update if there is one. used: whether there is."""
+        if (recovery := world.current().recovery) is not None:
+            self._committed_steps = self._checks.steps
+            recovery.commit(self.global_step - used)
 
     def _begin(self, communicator: Communicator) -> None:
         """Call before the first gradient of a step is reduced."""

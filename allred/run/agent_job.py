@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 
+from allred.errors import AllredError
 from allred.launch.rendezvous_server import Exchanges
 from allred.membership.agreement import Finished, Form, Orders, Poison, Ready, Restart, Running, Stop, WorldCoordinator
 from allred.run import host_list
@@ -174,8 +175,10 @@ class AgentJob:
             self._lost_at = self._lost_at or time.monotonic()
             self._dead.append(process)
         if code == 0 and is_member and self._coordinator.phase == "training":
-            # The others end, too, as a rule.
-            self._after(timings.LEFT_RANK_S, lambda: self._send(self._coordinator.lost(process.name)))
+            if all(self._processes[name].how for name in self._coordinator.members):  # they have ended with success
+                self._send(self._coordinator.receive(process.name, Finished(self._coordinator.generation)))
+            else:  # the others are about to end, too, as a rule
+                self._after(timings.LEFT_RANK_S, lambda: self._send(self._coordinator.lost(process.name)))
         else:
             self._send(self._coordinator.lost(process.name))
         if code and process.has_joined and self.replacements and not self._is_over:
@@ -277,12 +280,20 @@ class AgentJob:
 
     # The interface of `Job`.
 
-    def resize(self, target: int) -> None:
-        """Change the number of ranks. Processes are started for new ones."""
-        new = target - len(self._coordinator.members) - len(self._coordinator.spares)
-        self._send(self._coordinator.resize(target))
-        for _ in range(new):
-            self._start([*self._agents][-1])
+    def resize(self, target: int) -> str:
+        """Change the number of ranks. Spares become ranks, and processes are started for other new ones. Return the
+        answer for the user. Raises AllredError if that is not possible."""
+        coordinator = self._coordinator
+        if not coordinator.generation or self._is_over:
+            raise AllredError("the job has no ranks yet, or ends; nothing was changed")
+        if target < coordinator.minimum:
+            raise AllredError(f"{count(target, 'rank')}, but --min-np is {coordinator.minimum}")
+        before, waiting = len(coordinator.members), len(coordinator.spares)
+        self._send(coordinator.resize(target))
+        alive = [host for host, agent in self._agents.items() if agent.channel is not None]
+        for number in range(target - before - waiting):
+            self._start(alive[-1 - number % len(alive)])
+        return f"{count(target, 'rank')} instead of {before}; the processes go on"
 
     def send_signal(self, number: int) -> None:
         """Send a signal to all processes."""

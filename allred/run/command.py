@@ -89,6 +89,7 @@ def make_options(options: argparse.Namespace, find_hosts: Callable[[], host_list
     except OSError as error:
         raise ConfigError(f"the working directory cannot be used ({error.strerror}): cd to one that exists") from None
     watches = bool(options.hostfile or find_hosts) and (options.min_np is not None or options.max_np is not None)
+    watches = watches and not options.elastic
     if find_hosts is None:
         find_hosts = functools.partial(host_list.find, options.hosts, options.hostfile, os.environ)
     found = find_hosts()
@@ -106,6 +107,10 @@ def make_options(options: argparse.Namespace, find_hosts: Callable[[], host_list
     if target < (least or 1) or (most is not None and target > most):
         limits = [f"--{name}-np {value}" for name, value in (("min", least), ("max", most)) if value is not None]
         raise ConfigError(f"{target} ranks are not within {' and '.join(limits)}")
+    if options.elastic:
+        _check_elastic(options, found)
+    elif options.spares:
+        raise ConfigError("--spares needs --elastic")
     if options.num_ps and options.mode != "ps":
         raise ConfigError("--num-ps needs --mode ps")
     words = _with_output(options, mpirun.program_words([options.program, *options.arguments], options.is_module))
@@ -119,6 +124,19 @@ def make_options(options: argparse.Namespace, find_hosts: Callable[[], host_list
         name, words, target, least, most, options.restarts, settings, find_hosts, watches, elastic=options.elastic,
         spares=options.spares,
     )  # fmt: skip
+
+
+def _check_elastic(options: argparse.Namespace, found: host_list.HostList) -> None:
+    """Raise ConfigError for options that --elastic does not have."""
+    if options.mode == "ps":
+        raise ConfigError("--elastic is for mode sync, not --mode ps (ALLRED_WORKER_FAILURE=go_on)")
+    if options.max_np is not None:
+        raise ConfigError("--elastic does not have --max-np; `allred resize` changes the number of ranks")
+    remote = [name for name in found.slots if not host_list.is_local(name)]
+    if remote and not host_list.agent(os.environ):
+        raise ConfigError(
+            f"--elastic starts processes on {remote[0]} by ssh, or in Slurm by srun; in this batch system it cannot"
+        )
 
 
 def _slots(found: host_list.HostList) -> str:

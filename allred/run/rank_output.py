@@ -17,7 +17,8 @@ _RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 def main(tag: str, logs: str, *program: str) -> None:
     """Start the filter, then become the program."""
-    rank = next((os.environ[name] for name in _RANK if name in os.environ), "0")
+    process = os.environ.get("ALLRED_AGENT", "").split()[1:2]  # of an elastic job: its number, the first rank it had
+    rank = next(iter([*process, *(os.environ[name] for name in _RANK if name in os.environ)]), "0")
     log = open_log(logs, rank) if logs else -1
     pipes = {1: os.pipe(), 2: os.pipe()}
     if os.fork() == 0:

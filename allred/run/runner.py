@@ -343,6 +343,9 @@ class Runner:
             raise AllredError(f"{count(wanted, 'rank')}, but --max-np is {most}")
         if self._hosts.slots and wanted > self._hosts.total:
             raise AllredError(f"{self._hosts.source} has {count(self._hosts.total, 'slot')}, fewer than {wanted}")
+        if isinstance(self._job, AgentJob):
+            self._target = wanted
+            return f"{self._options.name}: {self._job.resize(wanted)}"
         if wanted == sum(self._assigned.values()) and not self._resizes:
             return f"{self._options.name} has {count(wanted, 'rank')} already"
         if not self._request_restart():

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from allred import arena, log
+from allred import arena, log, world
 from allred.comm.ops import ReduceOp
 from allred.data.loader import claim_samples
-from allred.errors import AllredError, InputError
+from allred.errors import AllredError, InputError, RanksChanged
 from allred.modes.clipping import UpdateClipper
 from allred.modes.match import Accumulator, SampleCount
 from allred.modes.options import StepOptions
@@ -199,7 +199,10 @@ class HookedOptimizer(ModuleCheckpoints):
         backward = self._backward
         if name not in backward.names:
             backward.names.add(name)
-            super().reduce(name, self._adapter.gradient(name, parameter), self.samples)
+            try:
+                super().reduce(name, self._adapter.gradient(name, parameter), self.samples)
+            except RanksChanged:  # the end of the backward pass raises it
+                backward.overlaps = False
             return
         self._repeats = True
         backward.overlaps = False
@@ -259,6 +262,14 @@ class HookedOptimizer(ModuleCheckpoints):
 
     def reduce_all(self) -> None:
         """Internal: replace the gradients by their mean over the ranks. Collective."""
+        if (recovery := world.current().recovery) is None:
+            return self._reduce_or_discard()
+        with recovery.step(self, None):
+            self._reduce_or_discard()
+        if self.interrupted:
+            self._next.is_reduced = self._next.is_skipped = True
+
+    def _reduce_or_discard(self) -> None:
         try:
             self._reduce_all()
         except AllredError:
@@ -340,6 +351,14 @@ class HookedOptimizer(ModuleCheckpoints):
 
     def step_torch_optimizer(self, closure: Callable[[], Any] | None = None) -> Any:
         """Internal: the method `step` of the torch optimizer."""
+        if (recovery := world.current().recovery) is None:
+            return self._step_torch_optimizer(closure)
+        with recovery.step(self, None, begins=False):
+            return self._step_torch_optimizer(closure)
+        self._discard_step()
+        return None
+
+    def _step_torch_optimizer(self, closure: Callable[[], Any] | None) -> Any:
         if self._is_in_mode_ps():
             return self._push(closure)
         if self._backward.has_failed:
@@ -353,6 +372,8 @@ class HookedOptimizer(ModuleCheckpoints):
         self.reduce_in_step()
         if self._next.is_skipped:
             self._end_step()
+            if not self.interrupted:
+                self._sync_mode().commit(used=False)
             return loss
         if self.reduction_agreement.differs:
             self._compare()
@@ -387,6 +408,7 @@ class HookedOptimizer(ModuleCheckpoints):
             result = self._adapter.update_parameters(*arguments)
         mode.update_interrupted = False
         self._end_step()
+        mode.commit(used=True)
         self._updates.known = self._adapter.global_step
         self.add_hooks()  # to parameters that the program has put into a group itself
         return result
@@ -452,6 +474,20 @@ class HookedOptimizer(ModuleCheckpoints):
             self._next, self.samples = NextStep(), None
             for _, parameter in self._adapter.named_parameters():
                 parameter.grad = None
+
+    # Recovery (membership/recovery.py).
+
+    def refusal(self) -> str:
+        found = ["accumulate"] * (self._gradients_of_step > 1) + [
+            "an optimizer with a closure"
+        ] * self._adapter.calls_closure
+        return ", ".join([*found, *filter(None, [super().refusal()])])
+
+    def begin_world(self) -> None:
+        self._backward, self._overlaps = BackwardPass(), None
+        self._end_step()
+        self._agreed_layout = None
+        super().begin_world()
 
     def _begin_with(self, params: Any, root: int, values: bool) -> None:
         self._agreed_layout = None  # a rank that had joined may not have taken part in the agreement

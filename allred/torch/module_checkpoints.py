@@ -163,10 +163,13 @@ class ModuleCheckpoints(DistributedOptimizer):
         copied, and its other buffers."""
         if context.is_active():
             self.broadcast_others(params, root)
-        super().broadcast(self.nest_of(params), root)
+        super().broadcast(params, root)
         if context.is_active():
             self._adapter.record_pull()
-        else:
+
+    def copy_state(self, params: Any, root: int) -> None:
+        super().copy_state(self.nest_of(params), root)
+        if not context.is_active():
             self._broadcast_objects(params, root)
 
     def broadcast_others(self, params: Any, root: int | None = None) -> None:

@@ -8,6 +8,7 @@ import pathlib
 import re
 import signal
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -159,3 +160,85 @@ def test_a_stopped_rank_is_killed(tmp_path):
     result, found = elastic(tmp_path, "-np", 3, kill=how, env={"ALLRED_TIMEOUT_S": "2"})
     trained(result, found, 2)
     assert "rank 1 is killed, because it does not take part" in result.err, result.text
+
+
+def test_spares_end_with_the_training(tmp_path):
+    result, found = elastic(tmp_path, "-np", 2, "--spares", 2)
+    trained(result, found, 2)
+    assert result.err.count("\n") == 1, result.text
+
+
+@pytest.mark.parametrize("has_session", [False, True])
+def test_a_job_is_resized(has_session, tmp_path):
+    """`allred resize` while the job trains: one more process, then two fewer. Those that leave end with success."""
+    words = ["-m", "allred", "resize", "tested"]
+    answers = []
+
+    def resize():
+        for size, wait_s in ((3, 2.5), (1, 1.5)):
+            time.sleep(wait_s)
+            answers.append(run([BIN["mpich"] / "python", *words, size], env={"XDG_RUNTIME_DIR": str(tmp_path)}))
+
+    thread = threading.Thread(target=resize)
+    thread.start()
+    session = str(tmp_path / "ckpt") if has_session else None
+    result, found = elastic(tmp_path, "-np", 2, epochs=80, pause_s=0.005, session=session)
+    thread.join()
+    assert [answer.out for answer in answers] == [
+        "tested: 3 ranks instead of 2; the processes go on\n", "tested: 1 rank instead of 3; the processes go on\n",
+    ], (answers, result.text)  # fmt: skip
+    assert result.code == 0, result.text
+    trained(result, [each for each in found if each["step"] == 960], 1, epochs=80)
+    assert "Traceback" not in result.err, result.text
+    assert "3 ranks go on, 1 of them new" in result.err, result.text
+    assert "1 rank goes on" in result.err, result.text
+
+
+@pytest.mark.parametrize(("words", "text"), [
+    (["--mode", "ps"], "--elastic is for mode sync"),
+    (["--max-np", 3], "--elastic does not have --max-np"),
+    (["--min-np", 3], "2 ranks are not within --min-np 3"),
+])  # fmt: skip
+def test_options_that_do_not_fit_are_an_error(words, text, tmp_path):
+    result = run([BIN["mpich"] / "python", "-m", "allred", "run", "--elastic", "-np", 2, *words, "train.py"])
+    assert result.code == 2 and text in result.err, result.text  # noqa: PT018  (one result)
+
+
+@pytest.mark.parametrize(("env", "text"), [
+    ({"ALLRED_BACKEND": "mpi"}, "backend mpi"), ({"ALLRED_TIMELINE": "times"}, "ALLRED_TIMELINE"),
+])  # fmt: skip
+def test_settings_that_are_refused_are_an_error(env, text, tmp_path):
+    result, found = elastic(tmp_path, "-np", 2, env=env)
+    assert result.code == 1, result.text
+    assert not found
+    assert f"ConfigError: {text} cannot be used with `allred run --elastic`" in result.err, result.text
+
+
+def test_lines_are_marked_and_written_to_files(tmp_path):
+    how = {"rank": 1, "step": 3, "how": "raise"}
+    result, found = elastic(tmp_path, "--tag", "--logs", "logs", "-np", 2, kill=how)
+    trained(result, found, 1)
+    assert "[1] ValueError: wrong" in result.err, result.text
+    assert "ValueError: wrong" in (tmp_path / "logs" / "rank-1.log").read_text()
+
+
+@pytest.mark.parametrize("who", ["run", "agent"])
+def test_all_processes_end_with(who, tmp_path):
+    words = [BIN["mpich"] / "python", "-m", "allred", "run", "--elastic", "-np", 2, HERE / "elastic_program.py"]
+    given = {
+        "directory": str(tmp_path),
+        "rows": 96,
+        "batch_size": 8,
+        "epochs": 9999,
+        "elements": 16,
+        "form": "dict",
+        "pause_s": 0.01,
+    }
+    script = '"$@" & run=$!; sleep 2; ' + {
+        "run": "kill -9 $run", "agent": "kill -9 $(cat /proc/$run/task/$run/children)",
+    }[who] + "; wait $run; code=$?; sleep 2; exit $code"  # fmt: skip
+    result = run(
+        ["sh", "-c", script, "sh", *words], 60, {"ELASTIC_PROGRAM": json.dumps(given), "XDG_RUNTIME_DIR": str(tmp_path)}
+    )
+    assert result.left == [], result.text
+    assert result.code == {"run": 137, "agent": 1}[who], result.text

@@ -1,0 +1,94 @@
+"""The program of test_recovery.py: a torch model in a job of `allred run --elastic`.
+
+DIRECTORY: where each process writes result-PID at its end. KILL: "rank,step": this rank of the first world is killed
+in the backward pass or in the update of this step, according to WHERE. SESSION: use a session. EPOCHS.
+"""
+
+import contextlib
+import json
+import os
+import signal
+
+import numpy as np
+import torch
+
+import allred
+
+ROWS, BATCH = 120, 12
+
+
+def data():
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((ROWS, 6)).astype("f4")
+    return x, np.tanh(x @ rng.standard_normal((6, 2)).astype("f4"))
+
+
+def new_model():
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
+
+
+def new_optimizer(model):
+    return torch.optim.Adam(model.named_parameters(), lr=0.02)
+
+
+def serial(epochs):
+    """Train alone. Returns the parameters."""
+    (x, y), model = data(), new_model()
+    optimizer = new_optimizer(model)
+    for epoch in range(epochs):
+        order = np.random.default_rng([0, epoch]).permutation(ROWS)
+        for begin in range(0, ROWS, BATCH):
+            rows = order[begin : begin + BATCH]
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(torch.from_numpy(x[rows])), torch.from_numpy(y[rows])).backward()
+            optimizer.step()
+    return [parameter.detach().numpy() for parameter in model.parameters()]
+
+
+def main():
+    allred.init(banner=False)
+    model = new_model()
+    for parameter in model.parameters():
+        parameter.data += allred.rank()  # the broadcast makes them equal
+    optimizer = allred.distributed(new_optimizer(model))
+    rank, step = map(int, os.environ.get("KILL", "-1,-1").split(","))
+    where = os.environ.get("WHERE", "backward")
+    batches = allred.data.batches(*data(), batch_size=BATCH, epochs=int(os.environ["EPOCHS"]))
+    lost = 0
+
+    def dies_at(place):
+        first_world = allred.world.current().generation == 1
+        return place == where and first_world and allred.rank() == rank and optimizer.allred.global_step + 1 == step
+
+    def die(*_):
+        if dies_at("backward"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    next(iter(model.parameters())).register_hook(die)  # the last gradient of a backward pass
+    with contextlib.ExitStack() as stack:
+        loop = batches
+        if "SESSION" in os.environ:
+            session = allred.Session(os.environ["SESSION"], save_steps=5, log_steps=None)
+            stack.enter_context(session)
+            session.track(params=model, optimizer=optimizer, data=batches)
+            loop = session.steps(batches)
+        else:
+            optimizer.allred.broadcast(model)
+        for x, y in loop:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(torch.from_numpy(x)), torch.from_numpy(y)).backward()
+            if dies_at("update"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.step()
+            lost += optimizer.allred.interrupted
+    result = {
+        "rank": allred.rank(), "size": allred.size(), "step": optimizer.allred.global_step, "lost": lost,
+        "parameters": [parameter.tolist() for parameter in model.parameters()],
+    }  # fmt: skip
+    with open(f"{os.environ['DIRECTORY']}/result-{os.getpid()}", "w") as file:
+        json.dump(result, file)
+
+
+if __name__ == "__main__":
+    main()

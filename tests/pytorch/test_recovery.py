@@ -1,0 +1,54 @@
+"""Torch optimizers in a job of `allred run --elastic`: a rank dies, and the others go on.
+
+tests/integration/test_elastic.py has the deaths, and what ranks without torch compute.
+"""
+
+import json
+import pathlib
+import sys
+
+import numpy as np
+import pytest
+import recovery_program
+
+from allred.testing.job_runner import run
+
+PROGRAM = pathlib.Path(recovery_program.__file__)
+EPOCHS = 3
+STEPS = EPOCHS * recovery_program.ROWS // recovery_program.BATCH
+
+
+def train(directory, *words, **env):
+    own = {"DIRECTORY": str(directory), "EPOCHS": str(EPOCHS), "XDG_RUNTIME_DIR": str(directory), **env}
+    command = [sys.executable, "-m", "allred", "run", "--elastic", "--name", "tested", *words, PROGRAM]
+    result = run(command, 90, own, cwd=directory)
+    assert result.code == 0, result.text
+    assert result.left == [], result.text
+    found = [json.loads(path.read_text()) for path in directory.glob("result-*")]
+    return result, sorted(found, key=lambda each: each["rank"])
+
+
+def check(result, found, ranks):
+    """All ranks have the parameters of a serial training."""
+    assert [each["rank"] for each in found] == list(range(ranks)), result.text
+    assert {each["step"] for each in found} == {STEPS}, (found, result.text)
+    assert all(each["parameters"] == found[0]["parameters"] for each in found), result.text
+    for parameter, expected in zip(found[0]["parameters"], recovery_program.serial(EPOCHS), strict=True):
+        np.testing.assert_allclose(parameter, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("overlap", ["always", "never"])
+@pytest.mark.parametrize("where", ["backward", pytest.param("update", marks=pytest.mark.full)])
+def test_the_others_go_on(overlap, where, tmp_path):
+    result, found = train(tmp_path, "-np", 3, KILL="1,8", WHERE=where, ALLRED_OVERLAP=overlap)
+    check(result, found, 2)
+    assert "2 ranks go on" in result.err, result.text
+    assert where == "update" or {each["lost"] for each in found} == {1}, (found, result.text)
+
+
+@pytest.mark.parametrize("step", [8, *(pytest.param(step, marks=pytest.mark.full) for step in (1, STEPS))])
+def test_a_spare_receives_model_and_optimizer(step, tmp_path):
+    env = {"KILL": f"0,{step}", "SESSION": str(tmp_path / "ckpt")}
+    result, found = train(tmp_path, "-np", 2, "--spares", 1, **env)
+    check(result, found, 2)
+    assert "2 ranks go on, 1 of them new" in result.err, result.text
