@@ -276,13 +276,13 @@ class Loader:
                 self.rank, self.size = topology.rank(), topology.size()  # they may have changed since it was made
                 with contextlib.closing(self._iterate_from(loop.committed, fetch)) as batches:
                     for batch in batches:
-                        loop.position = self._position
+                        loop.position, loop.has_step = self._position, False
                         yield batch
                         if recovery.is_due:
                             break
                     else:
                         return
-                recovery.form()
+                recovery.form_for(loop)
         finally:
             recovery.end_loop(loop)
 

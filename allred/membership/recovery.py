@@ -10,9 +10,8 @@
 A step is committed when its update is complete. agreement.py has the protocol, and why it is right.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from allred import native, world
@@ -58,11 +57,13 @@ class RecoverableSession(Protocol):
 @dataclasses.dataclass
 class FollowedLoop:
     """A running iteration over batches. position: after the latest batch. committed: after the last batch that a
-    committed step used; None: the iteration has ended at the source of the state."""
+    committed step used; None: the iteration has ended at the source of the state. has_step: whether a step was begun
+    since the latest batch."""
 
     index: int
     position: Any
     committed: Any
+    has_step: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,35 +242,38 @@ class Recovery:
 
     # Steps.
 
-    @contextlib.contextmanager
-    def step(self, optimizer: RecoverableOptimizer, params: Any, begins: bool = True) -> Iterator[None]:
-        """Inside of this block the optimizer makes a step, or a part of it. If the ranks change, the step is lost:
-        `optimizer.interrupted` is set, if a loop over batches will form the next world; else RanksChanged is raised.
-
-        params: None if they are known. begins: whether the step begins here."""
-        self.use(optimizer, params)
-        if self.has_joined_later:
-            raise InputError(
-                f"{optimizer.name}: this process has joined a running training; call broadcast(params) of the "
-                "optimizer before the first step, so that it receives the parameters"
-            )
-        optimizer.interrupted = optimizer.interrupted and not begins
-        try:
-            yield
-        except RanksChanged:
-            if not self._loops:
-                raise
-            optimizer.interrupted = True
+    def begin_step(self, optimizer: RecoverableOptimizer, params: Any) -> None:
+        """A step of the optimizer begins. params: None if they are known."""
+        if optimizer is not self._optimizer or self._member.phase != "running":
+            self.use(optimizer, params)
+            if self.has_joined_later:
+                raise InputError(
+                    f"{optimizer.name}: this process has joined a running training; call broadcast(params) of the "
+                    "optimizer before the first step, so that it receives the parameters"
+                )
+        elif params is not None:
+            self._params = params
+        optimizer.interrupted = False
+        for loop in self._loops.values():
+            loop.has_step = True
 
     def absorbs(self) -> bool:
-        """Whether a lost step needs no error: a loop over batches will form the next world."""
+        """Whether RanksChanged needs not be raised to the program: a loop over batches will form the next world."""
         return bool(self._loops)
+
+    def lose_step(self, optimizer: RecoverableOptimizer) -> None:
+        """Call it in the handler of RanksChanged: the step makes no update. Raises it if no loop over batches will form
+        the next world."""
+        if not self.absorbs():
+            raise
+        optimizer.interrupted = True
 
     def commit(self, step: int) -> None:
         """A step is complete, with its update. step: the global step before it."""
-        if self._member.phase == "receiving":
-            self._connection.send(self._member.received(step))
-        self._member.committed()
+        member = self._member
+        if member.phase == "receiving":
+            self._connection.send(member.received(step))
+        member.step += 1  # as `Member.committed`, which is slower
         for loop in self._loops.values():
             loop.committed = loop.position
 
@@ -283,6 +287,15 @@ class Recovery:
         loop = FollowedLoop(index, start, start)
         self._loops[index] = loop
         return loop
+
+    def form_for(self, loop: FollowedLoop) -> None:
+        """As `form`, before the next batch of a loop. Raises RanksChanged if its latest batch had no step: it is no
+        loop of the training, and the results of the program would have some batches twice."""
+        if not loop.has_step:
+            error = self.error()
+            assert error is not None
+            raise error
+        self.form()
 
     def end_loop(self, loop: FollowedLoop) -> None:
         self._loops.pop(loop.index, None)

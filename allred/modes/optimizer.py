@@ -18,7 +18,7 @@ from allred.comm import functions
 from allred.comm.communicator import Communicator
 from allred.comm.header import hash_text
 from allred.comm.ops import Compression, ReduceOp
-from allred.errors import CheckpointError, InputError, MismatchError, NonFiniteError
+from allred.errors import CheckpointError, InputError, MismatchError, NonFiniteError, RanksChanged
 from allred.modes.clipping import Clipper
 from allred.modes.detect.mistake_checks import restored, updates_of
 from allred.modes.load_checkpoint import load_newest
@@ -175,8 +175,11 @@ class DistributedOptimizer:
         """
         if (recovery := world.current().recovery) is None:
             return self._step(params, grads, samples)
-        with recovery.step(self, params):
+        recovery.begin_step(self, params)
+        try:
             self._step(params, grads, samples)
+        except RanksChanged:
+            recovery.lose_step(self)
 
     def _step(self, params: Any, grads: Any, samples: int | None, refusal: str = "") -> None:
         """As `step`. refusal: why this rank's gradients cannot be used."""

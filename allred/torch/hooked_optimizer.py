@@ -264,9 +264,11 @@ class HookedOptimizer(ModuleCheckpoints):
         """Internal: replace the gradients by their mean over the ranks. Collective."""
         if (recovery := world.current().recovery) is None:
             return self._reduce_or_discard()
-        with recovery.step(self, None):
+        recovery.begin_step(self, None)
+        try:
             self._reduce_or_discard()
-        if self.interrupted:
+        except RanksChanged:
+            recovery.lose_step(self)
             self._next.is_reduced = self._next.is_skipped = True
 
     def _reduce_or_discard(self) -> None:
@@ -353,10 +355,12 @@ class HookedOptimizer(ModuleCheckpoints):
         """Internal: the method `step` of the torch optimizer."""
         if (recovery := world.current().recovery) is None:
             return self._step_torch_optimizer(closure)
-        with recovery.step(self, None, begins=False):
+        try:
             return self._step_torch_optimizer(closure)
-        self._discard_step()
-        return None
+        except RanksChanged:
+            recovery.lose_step(self)
+            self._discard_step()
+            return None
 
     def _step_torch_optimizer(self, closure: Callable[[], Any] | None) -> Any:
         if self._is_in_mode_ps():

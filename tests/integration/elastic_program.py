@@ -106,7 +106,7 @@ def main():
         attempts += 1
         if mine.get("rank") == allred.rank() and step == mine["step"] and "pid" not in mine:
             mine["pid"] = 0
-            if allred.world.current().generation == 1:
+            if allred.world.current().generation == 1 and os.environ.get("ALLRED_STARTS", "1") == "1":
                 fail(mine["how"])
         gradient = np.zeros(elements, "f4")
         if len(ids):
@@ -114,7 +114,9 @@ def main():
             gradient[8:] = flat[8:] * np.float32(0.01)
         time.sleep(given["pause_s"] * random.random() * 2)
         opt.step(params, pack(gradient))
-        if not opt.interrupted:
+        if opt.interrupted:
+            note(event="interrupted", step=step)
+        else:
             note(event="commit", step=opt.global_step, world=allred.world.current().generation)
     descriptors = len(os.listdir("/proc/self/fd"))
     with open("/proc/self/maps") as maps, open("/proc/self/statm") as status:

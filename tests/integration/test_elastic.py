@@ -242,3 +242,36 @@ def test_all_processes_end_with(who, tmp_path):
     )
     assert result.left == [], result.text
     assert result.code == {"run": 137, "agent": 1}[who], result.text
+
+
+EVALUATION = """
+import os, signal, sys, time
+import numpy as np, allred
+allred.init(banner=False)
+params, opt = {"w": np.zeros(4)}, allred.distributed(allred.optim.SGD(lr=0.1))
+opt.broadcast(params)
+raised, seen, is_first = 0, 0, allred.rank() == 1
+for step, x in enumerate(allred.data.batches(np.ones((40, 4)), batch_size=4)):
+    opt.step(params, {"w": x.mean(axis=0) if len(x) else np.zeros(4)})
+    try:
+        for number, y in enumerate(allred.data.batches(np.ones((16, 4)), batch_size=4)):
+            if step == 3 and number == 1 and is_first:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.1 * (step == 3))
+            seen += len(y)
+    except allred.RanksChanged as error:
+        assert "rank 1 on localhost" in str(error) and error.rank == 1, error
+        raised += 1
+assert opt.global_step == 10, opt.global_step
+print("raised", raised, "on", allred.rank(), "of", allred.size())
+"""
+
+
+def test_a_loop_without_steps_raises_that_the_ranks_change(tmp_path):
+    (tmp_path / "train.py").write_text(EVALUATION)
+    own = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    result = run(
+        [BIN["mpich"] / "python", "-m", "allred", "run", "--elastic", "-np", 3, "train.py"], 60, own, cwd=tmp_path
+    )
+    assert result.code == 0, result.text
+    assert sorted(result.out.splitlines()) == ["raised 1 on 0 of 2", "raised 1 on 1 of 2"], result.text
