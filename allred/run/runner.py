@@ -222,11 +222,10 @@ class Runner:
 
     def _start(self, assigned: dict[str, int], listening: tuple[str, int, str], why: str) -> End:
         """Start the job, and return how it ended. why: the reason of this start."""
-        settings = {**self._options.settings, "ALLRED_STARTS": str(self._starts), "ALLRED_JOB": self._options.name}
         start = self._agent_job if self._options.elastic else self._mpirun_job
         self._assigned, self._hosts_changed = assigned, False
         name = f"start {self._starts} of {self._options.name}" if self._starts > 1 else self._options.name
-        running, words = start(assigned, settings, listening)
+        running, words = start(assigned, listening)
         say(f"{name}: {count(sum(assigned.values()), 'rank')} on {', '.join(assigned)}; {words}")
         entry = {"start": self._starts, "time": time.time(), "ranks": sum(assigned.values()), "why": why}
         self._history = [*self._history, entry][-MOST_HISTORY:]
@@ -237,11 +236,14 @@ class Runner:
         self._job = None
         return running.end()
 
-    def _mpirun_job(
-        self, assigned: dict[str, int], settings: dict[str, str], listening: tuple[str, int, str]
-    ) -> tuple[Job, str]:
+    def _settings(self, more: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables of the ranks, for messages, too."""
+        own = {"ALLRED_STARTS": str(self._starts), "ALLRED_JOB": self._options.name}
+        return {**self._options.settings, **more, **own}
+
+    def _mpirun_job(self, assigned: dict[str, int], listening: tuple[str, int, str]) -> tuple[Job, str]:
         """Start mpirun. Return the job, and the command for messages."""
-        settings = {**settings, **mpirun.torch_variables(assigned, os.environ)}
+        settings = self._settings(mpirun.torch_variables(assigned, os.environ))
         address, port, secret = listening
         own = {runner_link.VARIABLE: f"{address} {port} {secret}", "ALLRED_ELASTIC_DIR": self._commits}
         environ = {**os.environ, **settings, **own}
@@ -249,10 +251,9 @@ class Runner:
         words = mpirun.command(self._launch, assigned, program, environ, mpirun.is_root(), self._options.forwards_all)
         return Job(words, environ, self._loop), mpirun.describe(settings, words)
 
-    def _agent_job(
-        self, assigned: dict[str, int], settings: dict[str, str], listening: tuple[str, int, str]
-    ) -> tuple[AgentJob, str]:
+    def _agent_job(self, assigned: dict[str, int], listening: tuple[str, int, str]) -> tuple[AgentJob, str]:
         """As `_mpirun_job`, without mpirun."""
+        settings = self._settings({})
         limit_s = explicit_settings(os.environ, {}).get("timeout_s", Config.timeout_s)
         program, left = self._options.program, self._options.restarts - self._policy.made
         running = AgentJob(

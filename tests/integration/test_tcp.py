@@ -111,7 +111,7 @@ def test_a_link_that_is_cut_for_some_seconds_is_reported_and_the_job_continues(m
         while not flag.exists():
             time.sleep(0.05)
         here.set_link(1, "down")
-        time.sleep(5.5)
+        time.sleep(7.0)
         here.set_link(1, "up")
         (tmp_path / "cut.up").touch()
 
