@@ -170,22 +170,24 @@ class AgentJob:
         process.how, process.code = how, code
         if self._last_end is None or process.name in self._ranks:
             self._last_end = process
-        is_member = process.name in self._coordinator.members
-        if is_member and code:
-            self._lost_at = self._lost_at or time.monotonic()
-            self._dead.append(process)
-        if code == 0 and is_member and self._coordinator.phase == "training":
-            if all(self._processes[name].how for name in self._coordinator.members):  # they have ended with success
-                self._send(self._coordinator.receive(process.name, Finished(self._coordinator.generation)))
-            else:  # the others are about to end, too, as a rule
-                self._after(timings.LEFT_RANK_S, lambda: self._send(self._coordinator.lost(process.name)))
-        else:
-            self._send(self._coordinator.lost(process.name))
+        members = self._coordinator.members
+        if process.name not in members or code:
+            self._lose_now(process)
+        elif all(self._processes[name].how for name in members):  # all have ended with success
+            self._send(self._coordinator.receive(process.name, Finished(self._coordinator.generation)))
+        else:  # the others are about to end, too, as a rule
+            self._after(timings.LEFT_RANK_S, lambda: self._lose_now(process))
         if code and process.has_joined and self.replacements and not self._is_over:
             size = len(self._coordinator.members) + len(self._coordinator.spares)
             if size < self._coordinator.target:
                 self.replacements, self._pending = self.replacements - 1, self._pending + 1
                 self._after(timings.RESTART_DELAY_S, lambda: self._replace(process.host))
+
+    def _lose_now(self, process: _JobProcess) -> None:
+        if process.name in self._coordinator.members:
+            self._lost_at = self._lost_at or time.monotonic()
+            self._dead.append(process)
+        self._send(self._coordinator.lost(process.name))
 
     def _replace(self, host: str) -> None:
         self._pending -= 1
@@ -269,6 +271,8 @@ class AgentJob:
         late = self._coordinator.waits_for()
         if not late or self._is_over or time.monotonic() < self._waits_since + self._limit_s:
             return
+        if any(self._processes[name].how and not self._processes[name].code for name in self._ranks):
+            return  # a rank has ended with success: the others may compute alone, after their last operation
         if self._coordinator.phase == "forming":
             return self._send(self._coordinator.interrupt())
         for name in late:

@@ -89,7 +89,8 @@ def start(
             world.current().watcher = client
         except OSError as error:
             problem = f"{error.strerror or error}"
-    if shape.rank == 0 and config.metrics != "none" and not problem:
+    is_first = serve is None or world.current().generation == 1  # else the process of the first world serves them
+    if shape.rank == 0 and config.metrics != "none" and not problem and is_first:
         url, why = _serve_metrics(_job_name(config), config.metrics)
         log.warning(f"metrics at {url}" if url else f"ALLRED_METRICS={config.metrics}: no metrics: {why}")
     problems = bootstrap.allgather_object(problem)

@@ -7,9 +7,12 @@ form          of the parameters: dict, bare, list, nested
 pause_s       in each step
 session       the directory of its checkpoints, or None: a plain loop
 max_steps     of the session
+stream        whether the data is a shuffled stream
+prefetch      None, or the arguments of allred.data.prefetch
 kill          {"rank": R, "step": S, "how": "SIGKILL" or another end}: of this rank in the first world
 """
 
+import functools
 import json
 import os
 import random
@@ -28,6 +31,10 @@ ledger = open(f"{given['directory']}/ledger-{os.getpid()}", "w", buffering=1)  #
 
 def note(**event):
     ledger.write(json.dumps({"time": time.monotonic(), **event}) + "\n")
+
+
+def sample_of(targets, row):
+    return row, targets[row]
 
 
 def fail(how):
@@ -100,6 +107,12 @@ def main():
         opt.broadcast(params)
     mine, attempts = given.get("kill") or {}, 0
     batches = allred.data.batches(samples, targets, batch_size=given["batch_size"], epochs=given["epochs"])
+    if given.get("stream"):
+        records = allred.data.shuffled(range(rows), buffer=rows)  # with this buffer any order is possible
+        decode = functools.partial(sample_of, targets)
+        batches = allred.data.stream(records, batch_size=given["batch_size"], epochs=given["epochs"], decode=decode)
+    if given.get("prefetch") is not None:
+        batches = allred.data.prefetch(batches, **given["prefetch"])
     for ids, values in loop(batches, params, opt):
         step = opt.global_step + 1
         note(event="attempt", step=step, world=allred.world.current().generation, ids=ids.tolist())
@@ -132,4 +145,5 @@ def main():
         json.dump(result, file)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -15,6 +15,8 @@ import pytest
 from harness import BIN, full, run
 from hosts import hosts
 
+import allred
+
 HERE = pathlib.Path(__file__).parent
 
 
@@ -59,9 +61,16 @@ def check_ledger(directory, given, result):
     for step, committed in sorted(worlds.items()):
         assert len(committed) == 1, (step, committed, result.text)
         epoch, index = divmod(step - 1, rows // size)
-        expected = np.random.default_rng([0, epoch]).permutation(rows)[index * size : (index + 1) * size]
+        expected = order(given, epoch)[index * size : (index + 1) * size]
         assert sorted(attempts[step, *committed]) == sorted(expected), (step, result.text)
     return len(worlds)
+
+
+def order(given, epoch):
+    """The samples of an epoch in their order."""
+    if given.get("stream"):
+        return list(allred.data.shuffled(range(given["rows"]), buffer=given["rows"]).of_epoch(epoch))
+    return np.random.default_rng([0, epoch]).permutation(given["rows"])
 
 
 def reference(given):
@@ -70,15 +79,15 @@ def reference(given):
     targets = np.random.default_rng(7).standard_normal((rows, 8)).astype("f4")
     params, velocity = np.ones(9), np.zeros(9)
     for epoch in range(given["epochs"]):
-        order = np.random.default_rng([0, epoch]).permutation(rows)
+        samples = order(given, epoch)
         for begin in range(0, rows, size):
-            gradient = np.append(params[:8] - targets[order[begin : begin + size]].mean(axis=0), params[8] * 0.01)
+            gradient = np.append(params[:8] - targets[samples[begin : begin + size]].mean(axis=0), params[8] * 0.01)
             velocity = 0.9 * velocity + gradient
             params = params - 0.05 * velocity
     return params
 
 
-def trained(result, found, ranks, rows=96, batch_size=8, epochs=3):
+def trained(result, found, ranks, rows=96, batch_size=8, epochs=3, stream=False):
     """All processes have ended by themselves with success, with the result of a serial training."""
     assert result.code == 0, result.text
     assert result.left == [], result.text
@@ -86,7 +95,7 @@ def trained(result, found, ranks, rows=96, batch_size=8, epochs=3):
     assert {each["size"] for each in found} == {ranks}, result.text
     assert {each["step"] for each in found} == {rows // batch_size * epochs}, result.text
     assert len({each["digest"] for each in found}) == 1, (found, result.text)
-    expected = reference({"rows": rows, "batch_size": batch_size, "epochs": epochs})
+    expected = reference({"rows": rows, "batch_size": batch_size, "epochs": epochs, "stream": stream})
     np.testing.assert_allclose(found[0]["head"], expected, rtol=1e-6, atol=1e-6)
 
 
@@ -275,3 +284,24 @@ def test_a_loop_without_steps_raises_that_the_ranks_change(tmp_path):
     )
     assert result.code == 0, result.text
     assert sorted(result.out.splitlines()) == ["raised 1 on 0 of 2", "raised 1 on 1 of 2"], result.text
+
+
+def test_one_rank_may_end_much_later(tmp_path):
+    """The others have ended for longer than the time limit. A spare does not take their place."""
+    code = "import time, allred\nallred.init(banner=False)\nopt = allred.distributed(allred.optim.SGD(lr=0.1))\n"
+    code += "import numpy as np\nw = np.zeros(3)\nopt.broadcast(w)\nopt.step(w, np.ones(3))\n"
+    code += "time.sleep(6.0 * (allred.rank() == 1))\nprint('end', allred.size(), flush=True)\n"
+    (tmp_path / "train.py").write_text(code)
+    own = {"XDG_RUNTIME_DIR": str(tmp_path), "ALLRED_TIMEOUT_S": "1"}
+    words = ["-m", "allred", "run", "--elastic", "-np", 3, "--spares", 1, "train.py"]
+    result = run([BIN["mpich"] / "python", *words], 60, own, cwd=tmp_path)
+    assert (result.code, result.out) == (0, "end 3\n" * 3), result.text
+    assert result.err.count("\n") == 1, result.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prefetch", [None, {}, {"workers": 2}])
+def test_batches_that_are_fetched_ahead_are_fetched_again(prefetch, stream, tmp_path):
+    how = {"rank": 1, "step": 17, "how": "SIGKILL"}
+    result, found = elastic(tmp_path, "-np", 3, "--spares", 1, kill=how, prefetch=prefetch, stream=stream)
+    trained(result, found, 3, stream=stream)
