@@ -13,6 +13,7 @@ A step is committed when its update is complete. agreement.py has the protocol, 
 import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
+from weakref import WeakSet
 
 from allred import native, world
 from allred.comm import functions
@@ -87,6 +88,8 @@ class Recovery:
         self._lost: RanksChanged | None = None  # a connection of this world has failed
         self._session: RecoverableSession | None = None
         self._is_set_up_together = False  # inside of `set_up`
+        self._commits: RecoverableOptimizer | None = None  # see `begin_commits`
+        self._others = WeakSet[RecoverableOptimizer]()  # optimizers of a training with commits
         self._begun, self._loops = 0, dict[int, FollowedLoop]()  # running ones, by index
         self._received: _LoopState | None = None  # of the source, if this process has joined later
 
@@ -116,8 +119,8 @@ class Recovery:
     def _rejoin(self) -> None:
         self._halt()
         self.join()
-        if self._optimizer is not None:
-            self._optimizer.begin_world()
+        for each in filter(None, (self._optimizer, *self._others)):
+            each.begin_world()
 
     def _halt(self) -> None:
         self._leave()
@@ -182,8 +185,22 @@ class Recovery:
         form = self._member.form
         return self._member.phase == "receiving" and form is not None and form.step >= 0
 
+    def begin_commits(self, state: RecoverableOptimizer, first: Callable[[], None]) -> None:
+        """Begin a training whose program commits its state itself, after several steps (hvd.elastic). Returns when this
+        process has the state. state: what is committed; its global_step is the number of commits. first: in the first
+        world, collective."""
+        self._optimizer = self._commits = state
+        self._until_complete(first)
+
+    def commit_state(self) -> None:
+        """The program has committed its state."""
+        self._member.committed()
+
     def use(self, optimizer: RecoverableOptimizer, params: Any) -> None:
         """Note the optimizer and the parameters of the training. Raises InputError if they cannot be recovered."""
+        if self._commits is not None:
+            self._others.add(optimizer)
+            return
         if self._optimizer is not optimizer:
             if self._optimizer is not None:
                 raise InputError(
@@ -197,7 +214,7 @@ class Recovery:
 
     def broadcast(self, optimizer: RecoverableOptimizer, params: Any, root: int) -> None:
         """As `copy_state`, until it is complete. A process that has joined later receives the state of the others."""
-        if self._is_set_up_together:
+        if self._is_set_up_together or self._commits is not None:
             return optimizer.copy_state(params, root)
         self.use(optimizer, params)
         self._until_complete(lambda: optimizer.copy_state(params, root))
@@ -270,6 +287,8 @@ class Recovery:
 
     def commit(self, step: int) -> None:
         """A step is complete, with its update. step: the global step before it."""
+        if self._commits is not None:
+            return
         member = self._member
         if member.phase == "receiving":
             self._connection.send(member.received(step))

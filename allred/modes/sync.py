@@ -327,6 +327,16 @@ class SyncMode(Mode):
             raise InputError(f"{title} needs allred.distributed(optimizer, sharded=True)")
         return params if self._sharded is None else share(functions.current(), params, title)
 
+    @property
+    def counters(self) -> tuple[int, ...]:
+        """The numbers of steps and updates, which are equal on all ranks."""
+        return self._checks.steps, self._updates
+
+    @counters.setter
+    def counters(self, given: tuple[int, ...]) -> None:
+        self._checks.steps, self._updates = given
+        self._committed_steps = self._checks.steps
+
     def begin_world(self) -> None:
         """Forget what belongs to the last world, and a step that was begun there and is lost."""
         self._reducer.steady, self._reducer.negotiated, self._last = None, (), None

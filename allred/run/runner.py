@@ -256,8 +256,9 @@ class Runner:
         settings = self._settings({})
         limit_s = explicit_settings(os.environ, {}).get("timeout_s", Config.timeout_s)
         program, left = self._options.program, self._options.restarts - self._policy.made
+        environ = {**os.environ, **settings, "ALLRED_ELASTIC_DIR": self._commits}
         running = AgentJob(
-            assigned, program, {**os.environ, **settings}, listening, self._loop, spares=self._options.spares,
+            assigned, program, environ, listening, self._loop, spares=self._options.spares,
             minimum=self._options.min_np or 1, replacements=left, limit_s=limit_s, say=say,
         )  # fmt: skip
         return running, mpirun.describe(settings, program)

@@ -481,6 +481,17 @@ class HookedOptimizer(ModuleCheckpoints):
 
     # Recovery (membership/recovery.py).
 
+    @property
+    def counters(self) -> tuple[int, ...]:
+        """Internal: the numbers of steps and updates, which are equal on all ranks."""
+        return self._adapter.global_step, *self._sync_mode().counters
+
+    @counters.setter
+    def counters(self, given: tuple[int, ...]) -> None:
+        self._adapter.global_step, *counters = given
+        self._sync_mode().counters = tuple(counters)
+        self._updates.known = self._adapter.global_step
+
     def refusal(self) -> str:
         found = ["accumulate"] * (self._gradients_of_step > 1) + [
             "an optimizer with a closure"

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import pathlib
+import random
 import re
 import signal
 import threading
@@ -305,3 +306,45 @@ def test_batches_that_are_fetched_ahead_are_fetched_again(prefetch, stream, tmp_
     how = {"rank": 1, "step": 17, "how": "SIGKILL"}
     result, found = elastic(tmp_path, "-np", 3, "--spares", 1, kill=how, prefetch=prefetch, stream=stream)
     trained(result, found, 3, stream=stream)
+
+
+def is_alive(pid):
+    with contextlib.suppress(OSError):
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+@full
+@pytest.mark.limit(200)
+@pytest.mark.parametrize("has_session", [False, True])
+def test_random_kills(has_session, tmp_path):
+    """Single and double kills at random times, also while a world is formed. Resources of a process stay constant."""
+    rng, done = random.Random(1), []
+
+    def training():
+        for path in tmp_path.glob("ledger-*"):
+            pid = int(path.name.partition("-")[2])
+            if is_alive(pid) and path.read_text().count('"commit"') > 2:
+                yield pid
+
+    def kill():
+        time.sleep(2)
+        for number in rng.sample([1] * 12 + [2] * 4, 16):
+            time.sleep(rng.uniform(0.3, 1.0))
+            pids = [*training()]
+            if len(pids) > number:
+                done.append(number)
+                for pid in rng.sample(pids, number):
+                    os.kill(pid, signal.SIGKILL)
+                    time.sleep(rng.choice([0, 0.005, 0.02, 0.05]))
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    session = str(tmp_path / "ckpt") if has_session else None
+    more = {"epochs": 800, "pause_s": 0.002, "elements": 5000, "session": session, "save_steps": 3, "timeout_s": 180}
+    result, found = elastic(tmp_path, "-np", 4, "--spares", 1, "--restarts", 99, **more)
+    killer.join()
+    trained(result, found, 4, epochs=800)
+    assert len(done) > 10 and 2 in done, (done, result.text)  # noqa: PT018  (one result)
+    assert len({(each["descriptors"], each["mappings"]) for each in found}) == 1, found
+    assert all("100 % reduced in place" in each["summary"] for each in found), found

@@ -18,9 +18,9 @@ EPOCHS = 3
 STEPS = EPOCHS * recovery_program.ROWS // recovery_program.BATCH
 
 
-def train(directory, *words, **env):
+def train(directory, *words, program=PROGRAM, **env):
     own = {"DIRECTORY": str(directory), "EPOCHS": str(EPOCHS), "XDG_RUNTIME_DIR": str(directory), **env}
-    command = [sys.executable, "-m", "allred", "run", "--elastic", "--name", "tested", *words, PROGRAM]
+    command = [sys.executable, "-m", "allred", "run", "--elastic", "--name", "tested", *words, program]
     result = run(command, 90, own, cwd=directory)
     assert result.code == 0, result.text
     assert result.left == [], result.text
@@ -52,3 +52,15 @@ def test_a_spare_receives_model_and_optimizer(step, tmp_path):
     result, found = train(tmp_path, "-np", 2, "--spares", 1, **env)
     check(result, found, 2)
     assert "2 ranks go on, 1 of them new" in result.err, result.text
+
+
+@pytest.mark.parametrize("killed", ["0", "1"])
+def test_the_processes_of_hvd_elastic_go_on_from_the_last_commit(killed, tmp_path):
+    """Each sample is counted once in each epoch; updates after the last commit are not."""
+    program = PROGRAM.with_name("recovery_horovod_program.py")
+    result, found = train(tmp_path, "-np", 3, "--spares", 1, program=program, KILL=killed)
+    assert [each["rank"] for each in found] == [0, 1, 2], result.text
+    assert sorted(each["starts"] for each in found) == [1, 2, 2], (found, result.text)
+    for each in found:
+        assert each["seen"] == [3.0] * 60, (each, result.text)
+        assert each["weight"] == found[0]["weight"], result.text

@@ -34,7 +34,7 @@ from allred import log, world
 from allred.checkpoint.writing import sync_directory
 from allred.cluster import topology
 from allred.comm import functions
-from allred.errors import CheckpointError, MismatchError
+from allred.errors import AllredError, CheckpointError, MismatchError, RanksChanged
 from allred.session.coordination import StopSignals
 from allred.torch.elastic.elastic_states import State
 from allred.torch.horovod import handles
@@ -143,6 +143,8 @@ class RestartableJob:
     def write(self, get_state: Callable[[], Any]) -> None:
         """Count a commit, and write it on rank 0. If that fails, a line says so, and training continues."""
         self.commits += 1
+        if (recovery := world.current().recovery) is not None:
+            recovery.commit_state()
         if self.file is None:
             return
         state = get_state()  # an error of the state's class is an error on all ranks
@@ -191,8 +193,12 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> R:
-        job = RestartableJob()
-        ranks = job.load(state.load_committed_state)
+        job, recovery = RestartableJob(), world.current().recovery
+        if recovery is None:
+            ranks = job.load(state.load_committed_state)
+        else:
+            ranks = 0
+            recovery.begin_commits(_CommittedState(state, job), lambda: job.load(state.load_committed_state))
         with job:
             state.elastic_job = job
             try:
@@ -201,6 +207,44 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
                 state.elastic_job = None
 
     return wrapper
+
+
+class _CommittedState:
+    """The committed state of a training, for membership/recovery.py."""
+
+    name, interrupted = "hvd.elastic.run", False
+
+    def __init__(self, state: State, job: RestartableJob) -> None:
+        self._state, self._job = state, job
+
+    @property
+    def global_step(self) -> int:
+        return self._job.commits
+
+    def refusal(self) -> str:
+        return ""
+
+    def begin_world(self) -> None:
+        """There is nothing to forget."""
+
+    def copy_state(self, params: Any, root: int) -> None:
+        """Copy the commit of rank `root` to rank 0, from which `sync` copies it to all. Collective."""
+        commit = self._job.commits, self._state.committed_state() if root and topology.rank() == root else None
+        self._job.commits, committed = functions.broadcast_object(commit, root, name="elastic.run: commit of a rank")
+        if root and topology.rank() == 0:
+            self._state.load_committed_state(committed)
+        self._state.sync()
+
+
+def _recover(state: State, failure: AllredError) -> None:
+    """Return to the last commit, and form the next world, if the ranks of an elastic job change. Else raise."""
+    recovery = world.current().recovery
+    if recovery is None or not recovery.is_due:
+        raise failure
+    log.warning(f"elastic: returns to the last commit: {failure}")
+    handles.forget_all()
+    state.restore()
+    recovery.form()
 
 
 def _call_until_it_returns(func: Callable[[], R], state: State, job: RestartableJob, ranks: int) -> R:
@@ -214,7 +258,13 @@ def _call_until_it_returns(func: Callable[[], R], state: State, job: Restartable
                 is_resized = False
                 state.on_reset()
             return func()
+        except RanksChanged as error:
+            _recover(state, error)
         except (HorovodInternalError, MismatchError) as error:
+            if (recovery := world.current().recovery) is not None and recovery.is_due:
+                _recover(state, error)
+                state.on_reset()
+                continue
             previous, failure = failure, (str(error), job.commits)
             is_usable = world.error() is None and not functions.current().queue.poisoned
             if not is_usable or previous[0] == failure[0] or previous[1] == failure[1]:

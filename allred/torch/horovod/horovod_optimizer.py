@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from allred import world
 from allred.comm import functions, ops
 from allred.comm.communicator import Communicator
 from allred.comm.device_reduce import PreparedReduction
@@ -318,7 +319,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     kind = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (_HorovodMethods, kind), {"__doc__": kind.__doc__})
     optimizer.backward_passes_per_step, optimizer.allred = passes, None
-    if process_set.included() and size() > 1:
+    if process_set.included() and (size() > 1 or world.current().recovery is not None):
         reduction = GradientReduction(compression, op, gradient_predivide_factor, sparse_as_dense, process_set)
         optimizer.allred = HorovodStep(optimizer, reduction, passes, names)
     return optimizer

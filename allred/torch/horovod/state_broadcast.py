@@ -75,14 +75,18 @@ def broadcast_optimizer_state(
 
     state = _map(optimizer.state_dict(), take) if is_root else None
     layout = [(tensor.shape, tensor.dtype, tensor.device.type) for tensor in tensors]
-    state, layout = broadcast_object((state, layout), root_rank, "state of the optimizer")
+    hooked = getattr(optimizer, "allred", None)
+    counters = hooked.counters if isinstance(hooked, HookedOptimizer) else None
+    state, layout, sent = broadcast_object((state, layout, counters), root_rank, "state of the optimizer")
     if not is_root:
         tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in layout]
     broadcast_parameters(tensors, root_rank)
     if not is_root:
         given = _map(state, lambda value: tensors[value[1]] if _is_tensor_mark(value) else value, _is_tensor_mark)
         load_in_place(optimizer, given)
-    elif isinstance(hooked := getattr(optimizer, "allred", None), HookedOptimizer):
+        if isinstance(hooked, HookedOptimizer) and sent is not None:
+            hooked.counters = sent
+    elif isinstance(hooked, HookedOptimizer):
         hooked.forget_gradients()  # as load_state_dict does on the other ranks
 
 
