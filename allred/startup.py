@@ -251,8 +251,7 @@ def _join_elastic(agent: str, settings: dict[str, Any] | str) -> None:
 
     if _recovery is not None:
         raise AllredError("allred.init() was called again after allred.shutdown(), in a job of `allred run --elastic`")
-    limit_s = settings.get("timeout_s", Config.timeout_s) if isinstance(settings, dict) else Config.timeout_s
-    connection = AgentConnection(agent, limit_s)
+    connection = AgentConnection(agent)
 
     def create() -> None:
         bootstrap = RendezvousBootstrap(connection)

@@ -46,6 +46,8 @@ class SharedCounter:
         except TypeError:
             raise InputError(f"{who}.add({number!r}): expected a whole number") from None
         here, watcher = world.current(), world.watcher()
+        if here.recovery is not None:
+            raise InputError(f"{who} cannot be used with `allred run --elastic`: it would return to 0 with each change")
         if watcher is not None and watcher.is_alive():
             return watcher.count(self.name, number, here.config.timeout_s)
         if here.topology.world_size > 1:

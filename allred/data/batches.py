@@ -190,6 +190,14 @@ class Stream(Loader):
         self.batch_size, self.epochs, self.drop_last = batch_size, epochs, bool(drop_last)
         self._records = records
 
+    def check_repeatable(self) -> None:
+        source = self._records.records if isinstance(self._records, Shuffled) else self._records
+        if iter(source) is source:
+            raise InputError(
+                f"stream: {type(source).__name__} can be iterated over only once, but `allred run --elastic` reads it "
+                "again when the ranks change; pass an object whose __iter__ starts again, such as allred.data.tfrecord"
+            )
+
     @property
     def arguments(self) -> LoaderArguments:
         """Arguments that must be equal on all ranks, with the number of records if they have a length."""

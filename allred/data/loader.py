@@ -269,22 +269,27 @@ class Loader:
     def _follow(self, start: Position, fetch: Fetch, recovery: Any) -> Iterator[Any]:
         """As `_iterate_from`. recovery: a `Recovery`. When the ranks change, form the next world, and continue after
         the committed batch with the shares of the new ranks."""
+        self.check_repeatable()
         loop = recovery.begin_loop(start)
         try:
             while loop.committed is not None:
-                loop.position = loop.committed
+                loop.position, generation = loop.committed, recovery.generation
                 self.rank, self.size = topology.rank(), topology.size()  # they may have changed since it was made
                 with contextlib.closing(self._iterate_from(loop.committed, fetch)) as batches:
                     for batch in batches:
                         loop.position, loop.has_step = self._position, False
                         yield batch
-                        if recovery.is_due:
+                        if recovery.is_due or recovery.generation != generation:
                             break
                     else:
                         return
-                recovery.form_for(loop)
+                if recovery.is_due:  # else another loop has formed the next world
+                    recovery.form_for(loop)
         finally:
             recovery.end_loop(loop)
+
+    def check_repeatable(self) -> None:
+        """Raise InputError if it cannot be iterated again from an earlier position."""
 
     @property
     def arguments(self) -> LoaderArguments:

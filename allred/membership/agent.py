@@ -201,11 +201,17 @@ class Agent:
 
     def _end(self, process: AgentProcess) -> None:
         """The process that the agent has started, or the rank, has died. Kill all that is left of it, and report."""
-        pidfd, pid = process.pidfd, process.popen.pid
+        pidfd, pid, has_ended = process.pidfd, process.popen.pid, process.popen.poll() is not None
         if process.rank_pidfd >= 0 and _is_dead(process.rank_pidfd):
-            pidfd, pid = process.rank_pidfd, process.rank_pid
+            process.has_success = process.has_success or not process_state.exit_status(
+                process.rank_pidfd, process.rank_pid
+            )
+            if process.has_success and not has_ended:  # the program that has started the rank goes on
+                return self._loop.remove(process.rank_pidfd)
+            if not process.has_success:
+                pidfd, pid = process.rank_pidfd, process.rank_pid
         how, code = process_state.describe_end(pidfd, pid)
-        if pidfd == process.pidfd and process.popen.poll() is not None and process.popen.returncode >= 0:
+        if pidfd == process.pidfd and has_ended and process.popen.returncode >= 0:
             code = process.popen.returncode
             how = f"ended with exit code {code}"
         process.kill()

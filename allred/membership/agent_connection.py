@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import mmap
 import os
 import select
@@ -21,8 +22,8 @@ from allred.runtime.timings import WORDS_CHARS
 class AgentConnection(TaskConnection):
     """member: what this process may do. A thread may call `error` while another one uses the connection."""
 
-    def __init__(self, where: str, limit_s: float) -> None:
-        super().__init__(limit_s)
+    def __init__(self, where: str) -> None:
+        super().__init__(math.inf)  # `allred run` has the time limit, and ends the process that is late
         name, own, self._host = where.split()
         self.member = Member(own)
         self._lock = threading.RLock()

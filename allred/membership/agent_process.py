@@ -29,6 +29,7 @@ class AgentProcess:
         self.page: mmap.mmap | None = None
         self.rank_pid, self.rank_pidfd = popen.pid, -1  # rank_pidfd: of a rank that another program has started
         self.is_reported = False
+        self.has_success = False  # whether a rank that another program has started has ended with success
         self.failure = ""  # the last line of its traceback
 
     def kill(self) -> None:

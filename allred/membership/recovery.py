@@ -128,6 +128,11 @@ class Recovery:
         self._connection.send(self._member.halted())
 
     @property
+    def generation(self) -> int:
+        """The number of the world."""
+        return self._member.generation
+
+    @property
     def is_due(self) -> bool:
         """Whether the ranks change, so that `form` has to be called."""
         return self._lost is not None or self._connection.is_poisoned()
@@ -217,7 +222,7 @@ class Recovery:
         if self._is_set_up_together or self._commits is not None:
             return optimizer.copy_state(params, root)
         self.use(optimizer, params)
-        self._until_complete(lambda: optimizer.copy_state(params, root))
+        self._until_complete(lambda: optimizer.copy_state(params, root), root=root)
 
     def set_up(self, session: RecoverableSession, first: Callable[[], T], later: Callable[[], T]) -> T:
         """Set up a session, until it is complete. first: in the first world, collective. later: on a process that has
@@ -239,9 +244,12 @@ class Recovery:
         self._session = session
         return result[-1]
 
-    def _until_complete(self, first: Callable[[], None], later: Callable[[], None] | None = None) -> None:
-        """Call `first` in a world without state, until it is complete, or receive the state, after `later`."""
-        is_again = False
+    def _until_complete(
+        self, first: Callable[[], None], later: Callable[[], None] | None = None, root: int | None = None
+    ) -> None:
+        """Call `first` in a world without state, until it is complete, or receive the state, after `later`. root: the
+        rank whose state `first` copies, if the others lose theirs meanwhile."""
+        is_again, gives_state = False, root is None or functions.current().rank == root
         while True:
             try:
                 if self.has_joined_later and later is not None:
@@ -254,6 +262,8 @@ class Recovery:
                     self._connection.send(self._member.received(self._optimizer.global_step))
                 return
             except RanksChanged:
+                if not gives_state and self._member.phase == "running":
+                    self._member.step = -1  # the parameters are partly overwritten
                 self._rejoin()
                 is_again = True
 

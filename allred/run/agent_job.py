@@ -171,17 +171,16 @@ class AgentJob:
         if self._last_end is None or process.name in self._ranks:
             self._last_end = process
         members = self._coordinator.members
+        left = len({*members, *self._coordinator.spares} - {process.name})
+        if code and process.has_joined and self.replacements and not self._is_over and left < self._coordinator.target:
+            self.replacements, self._pending = self.replacements - 1, self._pending + 1
+            self._after(timings.RESTART_DELAY_S, lambda: self._replace(process.host))
         if process.name not in members or code:
             self._lose_now(process)
         elif all(self._processes[name].how for name in members):  # all have ended with success
             self._send(self._coordinator.receive(process.name, Finished(self._coordinator.generation)))
         else:  # the others are about to end, too, as a rule
             self._after(timings.LEFT_RANK_S, lambda: self._lose_now(process))
-        if code and process.has_joined and self.replacements and not self._is_over:
-            size = len(self._coordinator.members) + len(self._coordinator.spares)
-            if size < self._coordinator.target:
-                self.replacements, self._pending = self.replacements - 1, self._pending + 1
-                self._after(timings.RESTART_DELAY_S, lambda: self._replace(process.host))
 
     def _lose_now(self, process: _JobProcess) -> None:
         if process.name in self._coordinator.members:
@@ -190,8 +189,15 @@ class AgentJob:
         self._send(self._coordinator.lost(process.name))
 
     def _replace(self, host: str) -> None:
+        """Start a process for a dead one, on its host if that is not lost."""
         self._pending -= 1
-        self._start(host)
+        if hosts := self._living_hosts:
+            self._start(host if host in hosts else hosts[-1])
+        self._look()
+
+    @property
+    def _living_hosts(self) -> list[str]:
+        return [host for host, agent in self._agents.items() if agent.channel is not None]
 
     def _send(self, orders: Orders) -> None:
         """Send the orders of the coordinator."""
@@ -232,7 +238,7 @@ class AgentJob:
         if isinstance(coordinator.end, Restart) and not self._restart:
             self._restart = coordinator.end.reason
             self._end_soon()
-        elif coordinator.phase == "gathering" and coordinator.missing() and not self._may_join() and not self._restart:
+        elif self._is_stuck and not self._restart:
             if coordinator.generation:
                 size, least = len(coordinator.members), coordinator.minimum
                 self._restart = f"{count(size, 'rank')} left, but the job needs {least} (--min-np)"
@@ -240,10 +246,18 @@ class AgentJob:
                 self._restart = "a process ended before all had called allred.init()"
             self._end_soon()
 
-    def _may_join(self) -> bool:
-        """Whether a process may still join."""
-        starting = any(not process.how and not process.has_joined for process in self._processes.values())
-        return starting or bool(self._pending)
+    @property
+    def _is_stuck(self) -> bool:
+        """Whether no world can be formed: too few processes are left, and none may join."""
+        may_join = any(not process.how and not process.has_joined for process in self._processes.values())
+        is_short = self._coordinator.phase == "gathering" and self._coordinator.missing() > 0
+        return is_short and not (may_join or self._pending or self._has_success)
+
+    @property
+    def _has_success(self) -> bool:
+        """Whether a rank of the last world has ended with success. Then the others are about to end, too: they may
+        compute alone, after their last operation."""
+        return any(self._processes[name].how and not self._processes[name].code for name in self._ranks)
 
     def _report_world(self) -> None:
         change, now = self._coordinator.change, time.monotonic()
@@ -263,16 +277,18 @@ class AgentJob:
         not complete, after a limit."""
         self._after(timings.HEARTBEAT_PERIOD_S, self._look_for_lost)
         for agent in self._agents.values():
+            if agent.channel is None and not agent.heard_at and agent.popen.poll() is not None:
+                agent.heard_at = self._loop.now
+                how = f"was not started: the agent of its host has ended with exit code {agent.popen.returncode}"
+                self._lose_host(agent, how)
             if agent.channel is not None and self._loop.now > agent.heard_at + timings.LOST_AGENT_S:
                 agent.channel.close()
                 agent.channel = None
                 self.lost_hosts.add(agent.host)
                 self._lose_host(agent, f"is unreachable: its host has been silent for {timings.LOST_AGENT_S:g} s")
         late = self._coordinator.waits_for()
-        if not late or self._is_over or time.monotonic() < self._waits_since + self._limit_s:
+        if not late or self._is_over or self._has_success or time.monotonic() < self._waits_since + self._limit_s:
             return
-        if any(self._processes[name].how and not self._processes[name].code for name in self._ranks):
-            return  # a rank has ended with success: the others may compute alone, after their last operation
         if self._coordinator.phase == "forming":
             return self._send(self._coordinator.interrupt())
         for name in late:
@@ -294,9 +310,9 @@ class AgentJob:
             raise AllredError(f"{count(target, 'rank')}, but --min-np is {coordinator.minimum}")
         before, waiting = len(coordinator.members), len(coordinator.spares)
         self._send(coordinator.resize(target))
-        alive = [host for host, agent in self._agents.items() if agent.channel is not None]
+        hosts = self._living_hosts
         for number in range(target - before - waiting):
-            self._start(alive[-1 - number % len(alive)])
+            self._start(hosts[-1 - number % len(hosts)])
         return f"{count(target, 'rank')} instead of {before}; the processes go on"
 
     def send_signal(self, number: int) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from allred.cluster import topology
 from allred.comm import functions
 from allred.comm.ops import ReduceOp
-from allred.errors import AllredError, InputError, MismatchError
+from allred.errors import AllredError, InputError, MismatchError, RanksChanged
 from allred.modes.detect.batch_arguments import arguments_of, difference
 from allred.modes.optimizer import DistributedOptimizer
 from allred.session.saver import random_states
@@ -124,7 +124,11 @@ class StepMetrics:
         first = len(mine)
         mine += [values[name] * weight if weight else 0.0 for name in names]
         title = f"session.log({', '.join(['examples'] * (examples is not None) + names)})"
-        total = functions.allreduce(np.array(mine), ReduceOp.SUM, name=title).tolist()
+        try:
+            total = functions.allreduce(np.array(mine), ReduceOp.SUM, name=title).tolist()
+        except RanksChanged:
+            self._values, self._examples = values, examples  # for `report_local`
+            raise
         save_votes, all_examples, all_weight, *stop_votes = total[:first]
         means = {
             name: value / all_weight if all_weight else math.nan

@@ -251,9 +251,9 @@ class Session:
     def _next_after_change(self, iterator: Iterator[T]) -> Iterator[T]:
         """The ranks have changed at the end of a step. Return the next batch, in the next world, as an iterator; an
         empty one if the loop ends."""
-        if self._is_unfinished():
+        if self.optimizer.global_step != self._step_begin:
             self._end_step(alone=True)
-        self._metrics, self._in_step = coordination.StepMetrics(), False
+        self._metrics, self._in_step, self._is_ending = coordination.StepMetrics(), False, False
         for batch in iterator:  # forms the next world
             self.step = self._step_begin = self.optimizer.global_step
             if not self._stop_reason:
@@ -447,7 +447,8 @@ class Session:
             try:
                 return self._finish()
             except RanksChanged:
-                self._metrics, self._in_step = coordination.StepMetrics(), False
+                if self.optimizer.global_step == self._step_begin:  # a lost step
+                    self._metrics, self._in_step, self._is_ending = coordination.StepMetrics(), False, False
                 world.current().recovery.form()
 
     def _finish(self) -> str | None:

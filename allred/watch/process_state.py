@@ -33,7 +33,7 @@ _LIBRARY = re.compile(r"/lib/python|/site-packages/|/allred/|^<frozen")
 
 def describe_end(pidfd: int, pid: int) -> tuple[str, int]:
     """Return how a dead process ended, as text, and an exit code. It need not be a child."""
-    status = _exit_status(pidfd, pid)
+    status = exit_status(pidfd, pid)
     if status is None:
         return "has died (this kernel does not tell how)", 1
     code = os.waitstatus_to_exitcode(status)
@@ -51,7 +51,7 @@ def describe_end(pidfd: int, pid: int) -> tuple[str, int]:
     return f"was killed by signal {-code} ({name}){hint}", 128 - code
 
 
-def _exit_status(pidfd: int, pid: int) -> int | None:
+def exit_status(pidfd: int, pid: int) -> int | None:
     """Return the status as wait(2): from /proc until the parent has waited, then from the pidfd; None if unknown."""
     for _ in range(_TRIES):  # for a moment neither has the status
         status = _status(pid)

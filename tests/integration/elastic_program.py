@@ -139,7 +139,8 @@ def main():
         "pid": os.getpid(), "rank": allred.rank(), "size": allred.size(), "step": opt.global_step,
         "digest": allred.nest.digest(params), "head": flat[:9].tolist(), "descriptors": descriptors,
         "mappings": mappings, "pages": pages, "attempts": attempts,
-        "calls": count.calls, "world": allred.world.current().generation, "summary": opt.summary(),
+        "calls": count.calls, "values": count.values,
+        "world": allred.world.current().generation, "summary": opt.summary(),
     }  # fmt: skip
     with open(f"{given['directory']}/result-{os.getpid()}", "w") as file:
         json.dump(result, file)

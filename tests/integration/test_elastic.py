@@ -131,6 +131,8 @@ def test_a_session_goes_on(step, tmp_path):
     how = {"rank": 0, "step": step, "how": "SIGKILL"}
     result, found = elastic(tmp_path, "-np", 3, "--spares", 1, kill=how, session=str(tmp_path / "ckpt"))
     trained(result, found, 3)
+    assert {each["calls"] for each in found} == {36}, (found, result.text)
+    assert all(each["values"] == {"loss": 36.0} for each in found), (found, result.text)
     assert sorted(path.name for path in (tmp_path / "ckpt").glob("step-*"))[-1] == "step-00000036"
 
 
@@ -348,3 +350,107 @@ def test_random_kills(has_session, tmp_path):
     assert len(done) > 10 and 2 in done, (done, result.text)  # noqa: PT018  (one result)
     assert len({(each["descriptors"], each["mappings"]) for each in found}) == 1, found
     assert all("100 % reduced in place" in each["summary"] for each in found), found
+
+
+def script(directory, code, *words, env=None, command=("train.py",)):
+    """Run `allred run --elastic` with a program of this code."""
+    (directory / "train.py").write_text("import os, signal, sys, time\nimport numpy as np\nimport allred\n" + code)
+    own = {"XDG_RUNTIME_DIR": str(directory), **(env or {})}
+    result = run(
+        [BIN["mpich"] / "python", "-m", "allred", "run", "--elastic", *words, *command], 60, own, cwd=directory
+    )
+    assert result.left == [], result.text
+    return result
+
+
+START = """
+allred.init(banner=False)
+w, opt = np.zeros(3), allred.distributed(allred.optim.SGD(lr=0.1))
+opt.broadcast(w)
+"""
+
+
+def test_a_rank_that_a_script_has_started(tmp_path):
+    """The script goes on after it, and its exit code is that of the rank."""
+    (tmp_path / "start.sh").write_text(f'{BIN["mpich"]}/python train.py\necho "after $?"\nexit $CODE\n')
+    code = START + "opt.step(w, np.ones(3))\nprint('end', flush=True)\n"
+    for wanted in (0, 4):
+        result = script(tmp_path, code, "-np", 2, command=["sh", "start.sh"], env={"CODE": str(wanted)})
+        assert result.code == wanted, result.text
+        assert sorted(result.out.splitlines()) == ["after 0", "after 0", "end", "end"], result.text
+
+
+def test_a_host_without_an_agent_ends_the_job(tmp_path):
+    (tmp_path / "agent").write_text("#!/bin/sh\necho no route >&2\nexit 255\n")
+    (tmp_path / "agent").chmod(0o755)
+    words = ["-np", 2, "--hosts", "localhost:1,192.0.2.7:1"]
+    result = script(tmp_path, START, *words, env={"HYDRA_LAUNCHER_EXEC": str(tmp_path / "agent")})
+    assert result.code != 0, result.text
+    assert "was not started: the agent of its host has ended with exit code 255" in result.err, result.text
+
+
+def test_a_replacement_keeps_the_job_above_its_minimum(tmp_path):
+    how = {"rank": 1, "step": 9, "how": "SIGKILL"}
+    result, found = elastic(tmp_path, "-np", 2, "--min-np", 2, "--restarts", 2, kill=how, epochs=40)
+    trained(result, found, 2, epochs=40)
+    assert "2 ranks go on, 1 of them new, step 9 is" in result.err, result.text
+
+
+def test_two_loops_at_once_have_the_same_ranks(tmp_path):
+    code = (
+        START
+        + """
+ids = [np.arange(64), np.arange(64) + 100]
+seen, is_first = [], allred.rank() == 1
+loops = [allred.data.batches(each, batch_size=8, seed=0) for each in ids]
+for step, (a, b) in enumerate(zip(*loops)):
+    assert (a + 100 == b).all(), (a, b)
+    if step == 3 and is_first:
+        os.kill(os.getpid(), signal.SIGKILL)
+    opt.step(w, np.ones(3), samples=len(a))
+    if not opt.interrupted:
+        seen += b.tolist()
+print(sorted(seen[-8:]), flush=True)
+"""
+    )
+    result = script(tmp_path, code, "-np", 3)
+    assert result.code == 0, result.text
+    shares = [eval(line) for line in result.out.splitlines()]
+    assert len(shares) == 2, result.text
+    last = (np.random.default_rng([0, 0]).permutation(64)[-4:] + 100).tolist()
+    assert set(last) <= {number for share in shares for number in share}, result.text
+
+
+@pytest.mark.parametrize(("code", "text"), [
+    ("allred.data.stream(iter(range(9)), batch_size=3).__iter__().__next__()", "can be iterated over only once"),
+    ("allred.SharedCounter('x').add(1)", "would return to 0 with each change"),
+    ("opt.step(w, np.ones(3)); allred.distributed(allred.optim.SGD(lr=1.0)).step(w, w)", "recovers one optimizer"),
+    ("allred.distributed(allred.optim.SGD(lr=1.0), accumulate=2).step(w, w)", "recovers one optimizer"),
+])  # fmt: skip
+def test_what_cannot_be_recovered_is_an_error(code, text, tmp_path):
+    result = script(tmp_path, START + code + "\n", "-np", 2)
+    assert result.code == 1, result.text
+    assert text in result.err, result.text
+
+
+def test_a_second_broadcast_is_completed_by_the_others(tmp_path):
+    """Rank 1 dies before a broadcast of new parameters, in which the others wait."""
+    code = (
+        START
+        + """
+w = {str(n): np.full(400_000, 1.0 + allred.rank()) for n in range(8)}
+opt.broadcast(w)
+opt.step(w, w)
+for each in w.values():
+    each[:] = 10.0 + allred.rank()
+if allred.rank() == 1:
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    time.sleep(5)
+opt.broadcast(w)
+print({float(each[0]) for each in w.values()}, {float(each[-1]) for each in w.values()}, flush=True)
+"""
+    )
+    result = script(tmp_path, code, "-np", 3)
+    assert result.code == 0, result.text
+    assert result.out.splitlines() == ["{10.0} {10.0}"] * 2, result.text
