@@ -28,7 +28,7 @@ from allred.comm.create import NoCollectives, add_devices, create
 from allred.comm.process_set import PROCESS_SETS, ProcessSets
 from allred.comm.select import TransportFacts
 from allred.config import Config, explicit_settings, settle
-from allred.errors import AllredError, ConfigError, InputError
+from allred.errors import AllredError, ConfigError, InputError, RanksChanged
 from allred.gpu import streams
 from allred.runtime import detached, process_end
 from allred.watch import excepthook, exit_callbacks, shm_files
@@ -268,7 +268,11 @@ def _join_elastic(agent: str, settings: dict[str, Any] | str) -> None:
             if any(refused.values()):
                 names = ", ".join(name for name, is_used in refused.items() if is_used)
                 raise ConfigError(f"{names} cannot be used with `allred run --elastic`")
-        _create_world(bootstrap, "no MPI", facts, Cluster())
+        try:
+            _create_world(bootstrap, "no MPI", facts, Cluster())
+        except RanksChanged:
+            bootstrap.close()
+            raise
 
     _recovery = Recovery(connection, create, _abandon)
     process_end.register(_stop_watcher)

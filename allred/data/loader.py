@@ -277,7 +277,7 @@ class Loader:
                 self.rank, self.size = topology.rank(), topology.size()  # they may have changed since it was made
                 with contextlib.closing(self._iterate_from(loop.committed, fetch)) as batches:
                     for batch in batches:
-                        loop.position, loop.has_step = self._position, False
+                        loop.position, loop.steps = self._position, 0
                         yield batch
                         if recovery.is_due or recovery.generation != generation:
                             break

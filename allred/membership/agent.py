@@ -46,7 +46,7 @@ from allred.launcher_variables import AGENT
 from allred.membership.agent_process import NEVER, AgentProcess, end_with_parent
 from allred.runtime.channel import Channel, connect
 from allred.runtime.loop import Loop
-from allred.runtime.timings import HEARTBEAT_PERIOD_S, HELLO_S, LEASE_S
+from allred.runtime.timings import HEARTBEAT_PERIOD_S, HELLO_S, LEASE_S, LEAVE_S
 from allred.watch import process_state
 from allred.watch.process import Watcher
 from allred.watch.rank import owner
@@ -181,8 +181,13 @@ class Agent:
                 self._watch(process, message["watch"])
             elif "failed" in message:
                 process.failure = message["failed"]
+                self._loop.after(LEAVE_S, functools.partial(self._kill_failed, process))  # its threads may run on
             else:
                 self._run.send({"from": process.name, **message})
+
+    def _kill_failed(self, process: AgentProcess) -> None:
+        if process.name in self._processes:
+            process.kill()
 
     def _watch(self, process: AgentProcess, settings: Message) -> None:
         """Be the watcher of this node, in a new world. The watcher of the world before ends after its ranks have left
@@ -225,8 +230,9 @@ class Agent:
                     while messages := process.channel.receive():
                         self._report(process, messages)
                 process.channel.close()
-            how += f": {process.failure}" if code and process.failure else ""
-            self._run.send({"died": process.name, "how": how, "code": code})
+            failure = process.failure if code else ""
+            how += f": {failure}" if failure else ""
+            self._run.send({"died": process.name, "how": how, "code": code, "failure": failure})
         if process.popen.poll() is not None:
             for each in (process.pidfd, process.rank_pidfd):
                 if each >= 0:

@@ -85,7 +85,7 @@ class AgentConnection(TaskConnection):
 
     def is_poisoned(self) -> bool:
         """Whether this process has to leave its world."""
-        return self._poisoned[0] >= self.member.generation > 0
+        return self._poisoned[0] >= self.member.generation > 0 or self.member.is_poisoned  # the message may come first
 
     def error(self) -> RanksChanged | None:
         """Return the error of a wait in a world that this process has to leave; None if it has not."""
@@ -133,6 +133,7 @@ class AgentConnection(TaskConnection):
             self._watcher = message["watcher"]
         elif "form" in message:
             given = message["form"]
+            self._cause = {}
             lists = {name: tuple(given[name]) for name in ("members", "receivers")}
             self.member.receive(agreement.Form(**{**given, **lists}))
         elif "poison" in message:

@@ -58,13 +58,13 @@ class RecoverableSession(Protocol):
 @dataclasses.dataclass
 class FollowedLoop:
     """A running iteration over batches. position: after the latest batch. committed: after the last batch that a
-    committed step used; None: the iteration has ended at the source of the state. has_step: whether a step was begun
-    since the latest batch."""
+    committed step used; None: the iteration has ended at the source of the state. steps: that were begun since
+    the latest batch."""
 
     index: int
     position: Any
     committed: Any
-    has_step: bool = False
+    steps: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,13 +215,14 @@ class Recovery:
             if problem := optimizer.refusal():
                 raise InputError(f"{optimizer.name}: {problem} cannot be used with `allred run --elastic`")
         self._optimizer = optimizer
-        self._params = self._params if params is None else params
+        self._params = params if self._params is None else self._params
 
     def broadcast(self, optimizer: RecoverableOptimizer, params: Any, root: int) -> None:
         """As `copy_state`, until it is complete. A process that has joined later receives the state of the others."""
         if self._is_set_up_together or self._commits is not None:
             return optimizer.copy_state(params, root)
         self.use(optimizer, params)
+        self._params = params  # a joiner passes the same nest
         self._until_complete(lambda: optimizer.copy_state(params, root), root=root)
 
     def set_up(self, session: RecoverableSession, first: Callable[[], T], later: Callable[[], T]) -> T:
@@ -278,15 +279,14 @@ class Recovery:
                     f"{optimizer.name}: this process has joined a running training; call broadcast(params) of the "
                     "optimizer before the first step, so that it receives the parameters"
                 )
-        elif params is not None:
-            self._params = params
         optimizer.interrupted = False
         for loop in self._loops.values():
-            loop.has_step = True
+            loop.steps += 1
 
     def absorbs(self) -> bool:
-        """Whether RanksChanged needs not be raised to the program: a loop over batches will form the next world."""
-        return bool(self._loops)
+        """Whether RanksChanged needs not be raised to the program: a loop over batches will form the next world, and
+        repeat the lost step with its whole batch. Not if a batch has several steps, or the loop is not continued."""
+        return bool(self._loops) and all(loop.steps <= 1 for loop in self._loops.values())
 
     def lose_step(self, optimizer: RecoverableOptimizer) -> None:
         """Call it in the handler of RanksChanged: the step makes no update. Raises it if no loop over batches will form
@@ -320,7 +320,7 @@ class Recovery:
     def form_for(self, loop: FollowedLoop) -> None:
         """As `form`, before the next batch of a loop. Raises RanksChanged if its latest batch had no step: it is no
         loop of the training, and the results of the program would have some batches twice."""
-        if not loop.has_step:
+        if not loop.steps:
             error = self.error()
             assert error is not None
             raise error

@@ -289,6 +289,8 @@ class DistributedOptimizer:
 
     def copy_state(self, params: Any, root: int) -> None:
         """Internal: as `broadcast`, in the ranks of this optimizer."""
+        if world.current().recovery is not None:
+            self._meta["training"] = functions.broadcast_object(self.training_id, root)
         with functions.within(self.process_set):
             self._begin_with(params, root, values=True)
             if (scaler := self._clipper.scaler) is not None:

@@ -4,6 +4,7 @@ It has the interface of `Job`, and the WorldCoordinator (membership/agreement.py
 spare, or by a new process while restarts are left; else the others go on without it.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -13,7 +14,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 
-from allred.errors import AllredError
+from allred.errors import AllredError, ConfigError
 from allred.launch.rendezvous_server import Exchanges
 from allred.membership.agreement import Finished, Form, Orders, Poison, Ready, Restart, Running, Stop, WorldCoordinator
 from allred.run import host_list
@@ -38,6 +39,7 @@ class _JobProcess:
     world_rank: int = -1
     how: str = ""  # it ended
     code: int = 0
+    failure: str = ""  # the last line of its traceback
 
 
 class _AgentLink:
@@ -64,7 +66,7 @@ class AgentJob:
         say: Callable[[str], None],
     ) -> None:  # fmt: skip
         self._loop, self._say, self._limit_s, self._timers = loop, say, limit_s, list[Timer]()
-        self.replacements = replacements
+        self.replacements, self._most = replacements, replacements
         self._coordinator = WorldCoordinator(sum(assigned.values()), minimum)
         self._exchanges, self._generation, self._ranks = Exchanges(), 0, tuple[str, ...]()  # of the last world
         self._agents = {host: self._start_agent(host, program, environ, listening) for host in assigned}
@@ -96,10 +98,13 @@ class AgentJob:
             start = host_list.agent(os.environ)
             is_argument_list = os.path.basename(start[0]) == "srun"  # ssh passes one line to a shell
             words = [*start, host, *(words if is_argument_list else [shlex.join(words)])]
-        popen = subprocess.Popen(words, stdin=subprocess.PIPE, text=True, start_new_session=True)
+        try:
+            popen = subprocess.Popen(words, stdin=subprocess.PIPE, text=True, start_new_session=True)
+        except OSError as error:
+            raise ConfigError(f"the agent of {host} cannot be started by {words[0]}: {error.strerror}") from None
         assert popen.stdin is not None
-        popen.stdin.write(json.dumps(settings) + "\n")
-        popen.stdin.close()
+        with contextlib.suppress(OSError), popen.stdin:  # it may have ended already
+            popen.stdin.write(json.dumps(settings) + "\n")
         return _AgentLink(host, popen)
 
     def connect(self, link: Channel, messages: list[Message]) -> None:
@@ -124,6 +129,7 @@ class AgentJob:
                 if agent.channel is not None:
                     agent.channel.send(message)
             elif "died" in message:
+                self._processes[message["died"]].failure = message.get("failure", "")
                 self._lose(self._processes[message["died"]], message["how"], message["code"])
             else:
                 self._handle_process(self._processes[message["from"]], message)
@@ -284,8 +290,12 @@ class AgentJob:
             if agent.channel is not None and self._loop.now > agent.heard_at + timings.LOST_AGENT_S:
                 agent.channel.close()
                 agent.channel = None
+                agent.popen.kill()  # such as ssh, which would wait for the host
                 self.lost_hosts.add(agent.host)
                 self._lose_host(agent, f"is unreachable: its host has been silent for {timings.LOST_AGENT_S:g} s")
+        change = self._coordinator.change
+        if self._coordinator.phase == "forming" and change is not None and change.step < 0:
+            return  # the programs prepare their state for as long as they need
         late = self._coordinator.waits_for()
         if not late or self._is_over or self._has_success or time.monotonic() < self._waits_since + self._limit_s:
             return
@@ -308,7 +318,8 @@ class AgentJob:
             raise AllredError("the job has no ranks yet, or ends; nothing was changed")
         if target < coordinator.minimum:
             raise AllredError(f"{count(target, 'rank')}, but --min-np is {coordinator.minimum}")
-        before, waiting = len(coordinator.members), len(coordinator.spares)
+        before, waiting = len(coordinator.members), len(coordinator.spares) + self._pending
+        waiting += sum(not process.how and not process.has_joined for process in self._processes.values())
         self._send(coordinator.resize(target))
         hosts = self._living_hosts
         for number in range(target - before - waiting):
@@ -335,11 +346,17 @@ class AgentJob:
         return self._is_terminated or self._coordinator.end is not None
 
     def _after(self, seconds: float, call: Callable[[], object]) -> None:
+        self._timers = [timer for timer in self._timers if timer.at > self._loop.now]
         self._timers.append(self._loop.after(seconds, call))
 
     def _end_soon(self, seconds: float = 0.0) -> None:
         self._is_terminated = True
         self._after(seconds, lambda: self.send_signal(signal.SIGKILL))
+
+    @property
+    def replaced(self) -> int:
+        """How many processes were started for dead ones."""
+        return self._most - self.replacements
 
     def has_ended(self) -> bool:
         """Return whether all processes have ended, and the agents. Call it whenever something has happened."""
@@ -369,4 +386,5 @@ class AgentJob:
         text = f"rank {last.world_rank} on {last.host} {last.how}" if last.world_rank >= 0 else f"a process {last.how}"
         change = self._coordinator.change
         step = None if change is None else change.step
-        return End(last.code or 1, "; ".join(filter(None, [text, self._restart])), step=step, joined=joined)
+        why = "; ".join(filter(None, [text, self._restart]))
+        return End(last.code or 1, why, exception=last.failure, step=step, joined=joined)

@@ -22,6 +22,7 @@ def main(tag: str, logs: str, *program: str) -> None:
     log = open_log(logs, rank) if logs else -1
     pipes = {1: os.pipe(), 2: os.pipe()}
     if os.fork() == 0:
+        os.setsid()  # an agent kills what is left of a rank's session; this process ends with the pipes
         for _, write in pipes.values():
             os.close(write)
         close_others({0, 1, 2, log, *(read for read, _ in pipes.values())})

@@ -76,8 +76,9 @@ def delete_commits(directory: str) -> None:
 
 def say(text: str) -> None:
     """Print a message."""
-    sys.stderr.write(f"allred run: {text}\n")
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # the reader of a pipe has ended
+        sys.stderr.write(f"allred run: {text}\n")
+        sys.stderr.flush()
 
 
 def _requeued(environ: Mapping[str, str]) -> int:
@@ -222,17 +223,16 @@ class Runner:
 
     def _start(self, assigned: dict[str, int], listening: tuple[str, int, str], why: str) -> End:
         """Start the job, and return how it ended. why: the reason of this start."""
-        start = self._agent_job if self._options.elastic else self._mpirun_job
         self._assigned, self._hosts_changed = assigned, False
-        name = f"start {self._starts} of {self._options.name}" if self._starts > 1 else self._options.name
-        running, words = start(assigned, listening)
-        say(f"{name}: {count(sum(assigned.values()), 'rank')} on {', '.join(assigned)}; {words}")
         entry = {"start": self._starts, "time": time.time(), "ranks": sum(assigned.values()), "why": why}
         self._history = [*self._history, entry][-MOST_HISTORY:]
-        self._job = running
+        start = self._agent_job if self._options.elastic else self._mpirun_job
+        self._job = running = start(assigned, listening)
         while not running.has_ended():
             self._turn()
         self._lost |= running.lost_hosts
+        if isinstance(running, AgentJob):
+            self._policy.made += running.replaced
         self._job = None
         return running.end()
 
@@ -241,27 +241,30 @@ class Runner:
         own = {"ALLRED_STARTS": str(self._starts), "ALLRED_JOB": self._options.name}
         return {**self._options.settings, **more, **own}
 
-    def _mpirun_job(self, assigned: dict[str, int], listening: tuple[str, int, str]) -> tuple[Job, str]:
-        """Start mpirun. Return the job, and the command for messages."""
+    def _say_start(self, assigned: Mapping[str, int], command: str) -> None:
+        name = f"start {self._starts} of {self._options.name}" if self._starts > 1 else self._options.name
+        say(f"{name}: {count(sum(assigned.values()), 'rank')} on {', '.join(assigned)}; {command}")
+
+    def _mpirun_job(self, assigned: dict[str, int], listening: tuple[str, int, str]) -> Job:
         settings = self._settings(mpirun.torch_variables(assigned, os.environ))
         address, port, secret = listening
         own = {runner_link.VARIABLE: f"{address} {port} {secret}", "ALLRED_ELASTIC_DIR": self._commits}
         environ = {**os.environ, **settings, **own}
         program = mpirun.with_rank(self._options.program)
         words = mpirun.command(self._launch, assigned, program, environ, mpirun.is_root(), self._options.forwards_all)
-        return Job(words, environ, self._loop), mpirun.describe(settings, words)
+        self._say_start(assigned, mpirun.describe(settings, words))
+        return Job(words, environ, self._loop)
 
-    def _agent_job(self, assigned: dict[str, int], listening: tuple[str, int, str]) -> tuple[AgentJob, str]:
-        """As `_mpirun_job`, without mpirun."""
+    def _agent_job(self, assigned: dict[str, int], listening: tuple[str, int, str]) -> AgentJob:
         settings = self._settings({})
         limit_s = explicit_settings(os.environ, {}).get("timeout_s", Config.timeout_s)
         program, left = self._options.program, self._options.restarts - self._policy.made
         environ = {**os.environ, **settings, "ALLRED_ELASTIC_DIR": self._commits}
-        running = AgentJob(
+        self._say_start(assigned, mpirun.describe(settings, program))
+        return AgentJob(
             assigned, program, environ, listening, self._loop, spares=self._options.spares,
             minimum=self._options.min_np or 1, replacements=left, limit_s=limit_s, say=say,
         )  # fmt: skip
-        return running, mpirun.describe(settings, program)
 
     def _turn(self, limit_s: float = float("inf")) -> None:
         """One turn of the event loop."""
@@ -346,8 +349,9 @@ class Runner:
         if self._hosts.slots and wanted > self._hosts.total:
             raise AllredError(f"{self._hosts.source} has {count(self._hosts.total, 'slot')}, fewer than {wanted}")
         if isinstance(self._job, AgentJob):
+            answer = self._job.resize(wanted)
             self._target = wanted
-            return f"{self._options.name}: {self._job.resize(wanted)}"
+            return f"{self._options.name}: {answer}"
         if wanted == sum(self._assigned.values()) and not self._resizes:
             return f"{self._options.name} has {count(wanted, 'rank')} already"
         if not self._request_restart():

@@ -86,6 +86,7 @@ class Session:
         self._given_optimizer: Any = None  # keeps a torch optimizer until the last checkpoint
         self._state: SessionState = None  # type: ignore[assignment]  # set by `track`
         self._signals, self._metrics = coordination.StopSignals(), coordination.StepMetrics()
+        self._is_exhausted = False  # whether `steps` has reached the end of its data
         self._stop_reason, self._stop_request = "", ""  # why the loop ends; why this rank asks for it
         self._in_step = self._entered = self._done = False
         self._is_ending = False  # whether the end of a step has begun, and not all hooks have returned
@@ -260,7 +261,7 @@ class Session:
                 self._begin_step()
                 yield batch
             return
-        self._stop_reason = self._stop_reason or final_checkpoint.END_OF_DATA
+        self._stop_reason, self._is_exhausted = self._stop_reason or final_checkpoint.END_OF_DATA, True
 
     # The loop.
 
@@ -268,7 +269,7 @@ class Session:
         """Iterate over batches until the loop ends: at max_steps, at the end of the data, or at a stop request.
 
         `batches` covers all epochs: its end is the end of training. Raises InputError for a second call after it."""
-        if self._stop_reason == final_checkpoint.END_OF_DATA:
+        if self._is_exhausted:
             raise InputError(
                 "session.steps() was called again after the end of the data: one call is for all epochs, as in "
                 "session.steps(allred.data.batches(..., epochs=10))"
@@ -292,7 +293,7 @@ class Session:
             except StopIteration:
                 self._in_step = False
                 self._batches -= 1
-                self._stop_reason = final_checkpoint.END_OF_DATA
+                self._stop_reason, self._is_exhausted = final_checkpoint.END_OF_DATA, True
                 return
             if self._stop_reason:  # of another rank, in a world that `next` has formed
                 self._in_step = False
@@ -472,7 +473,8 @@ class Session:
 
     def _finish_after_error(self, error: BaseException) -> str | None:
         optimizer, path = self.optimizer, None
-        if self._saver.directory:
+        is_elastic = (here := world.current_or_none()) is None or here.recovery is not None  # the others go on
+        if self._saver.directory and not is_elastic:
             path = final_checkpoint.write_after_error(
                 error, self._is_unfinished(), self._saver, optimizer, self._token, self._capture
             )

@@ -221,7 +221,9 @@ class Watcher:
     def _connect_to_chief(self, chief: Event) -> None:
         address, port = chief["address"], chief["port"]
         try:
-            self._chief = connect((address, port), PURPOSE, chief["token"])
+            # An agent must not block for long: `allred run` would count its host as lost.
+            limit_s = timings.CHIEF_CONNECT_S if self._settings.elastic else timings.AUTHENTICATE_S
+            self._chief = connect((address, port), PURPOSE, chief["token"], limit_s)
         except (HandshakeError, OSError) as error:
             why = getattr(error, "strerror", None) or error
             where = f"at {address} port {port}"
@@ -294,7 +296,12 @@ class Watcher:
                 self._report({"event": "waiting", "rank": rank.number, **waiting})
         if self._gone and not self._has_verdict:
             self._job.conclude(next(iter(self._gone.values())), time.monotonic())
-        if why and here and not any(rank.ending for rank in here if rank.number not in self._gone):
+        if (
+            why
+            and not self._settings.elastic
+            and here
+            and not any(rank.ending for rank in here if rank.number not in self._gone)
+        ):
             text = f"the watcher of {here[0].host} {why}; it continues for the ranks of its own node"
             here[0].send({"kind": "print", "text": text})
 

@@ -67,7 +67,7 @@ def start(
     If a watcher cannot be used, a warning says so, and the job continues without it.
     """
     WatcherClient.restore_usr1()
-    if not config.watcher or (shape.size == 1 and not runner_link.address()):
+    if not config.watcher or (shape.size == 1 and not runner_link.address() and serve is None):
         return
     expendable = expendable if config.worker_failure == "go_on" else ()
     hosts = bootstrap.allgather_object(socket.gethostname()) if reach == "network" else []

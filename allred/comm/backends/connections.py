@@ -8,6 +8,7 @@
 From then on the connection carries plain bytes. Data is not encrypted.
 """
 
+import contextlib
 import ipaddress
 import secrets
 import socket
@@ -100,14 +101,17 @@ def connect(
     sockets: dict[int, socket.socket] = {}
     if not problem:
         accepted = _Acceptor(listeners, secret, token, set(higher))
-        for peer in lower:
-            _, there, peer_token, host = others[peer]
-            found = _connect_to_first(there, secret, peer_token, rank)
-            if isinstance(found, str):
-                problem = f"rank {rank} on {socket.gethostname()} cannot connect to rank {peer} on {host}: {found}"
-                break
-            sockets[peer] = found
-        problems = bootstrap.allgather_object(problem)
+        with contextlib.ExitStack() as on_error:  # another rank of an elastic job has died
+            on_error.callback(lambda: _close([*accepted.finish(0.0).values(), *sockets.values()]))
+            for peer in lower:
+                _, there, peer_token, host = others[peer]
+                found = _connect_to_first(there, secret, peer_token, rank)
+                if isinstance(found, str):
+                    problem = f"rank {rank} on {socket.gethostname()} cannot connect to rank {peer} on {host}: {found}"
+                    break
+                sockets[peer] = found
+            problems = bootstrap.allgather_object(problem)
+            on_error.pop_all()
         problem = next((text for text in problems if text), "")
         sockets.update(accepted.finish(0.0 if problem else AUTHENTICATE_S))
     for listener in listeners:
@@ -124,6 +128,11 @@ def connect(
             one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 0)  # the time limit is that of sent data
             limit_resending(one, timeout_s)
     return ({}, problem) if problem else (sockets, "")
+
+
+def _close(connections: list[socket.socket]) -> None:
+    for each in connections:
+        each.close()
 
 
 def _listen(addresses: list[str], backlog: int) -> list[socket.socket]:
