@@ -560,6 +560,8 @@ def shutdown() -> None:
     _close(here)
     if sets is not None and is_sound:
         sets.bootstrap.close()
+    if here.recovery is not None and is_sound:
+        here.recovery.finish()
 
 
 def _close(here: World) -> None:

@@ -21,6 +21,7 @@ from allred.errors import InputError, RanksChanged
 from allred.membership.agent_connection import AgentConnection
 
 T = TypeVar("T")
+_NOBODY = -1  # not a rank
 
 
 class RecoverableOptimizer(Protocol):
@@ -150,6 +151,11 @@ class Recovery:
         """Let the agent be the watcher of this node, for the world that is created. Return its name and port."""
         return self._connection.serve_watcher(settings)
 
+    def finish(self) -> None:
+        """This process has left its world together with the others: no other one is formed."""
+        if self._member.phase == "running":
+            self._connection.send(self._member.finished())
+
     def report_failure(self, words: str) -> None:
         """Report why this process is about to end. words: the last line of the traceback."""
         self._connection.report_failure(words)
@@ -241,7 +247,7 @@ class Recovery:
             self._session = session
 
         result: list[T] = []
-        self._until_complete(lambda: result.append(together()), receive)
+        self._until_complete(lambda: result.append(together()), receive, root=_NOBODY)
         self._session = session
         return result[-1]
 
@@ -249,7 +255,7 @@ class Recovery:
         self, first: Callable[[], None], later: Callable[[], None] | None = None, root: int | None = None
     ) -> None:
         """Call `first` in a world without state, until it is complete, or receive the state, after `later`. root: the
-        rank whose state `first` copies, if the others lose theirs meanwhile."""
+        rank whose state `first` copies, if the others lose theirs meanwhile; None: nobody loses it."""
         is_again, gives_state = False, root is None or functions.current().rank == root
         while True:
             try:

@@ -271,7 +271,11 @@ class DistributedOptimizer:
                 "a step are complete only in its last step() call; do not call reduce()"
             )
         mode = self._get_mode()
-        mode.reduce(self._communicator(), name, grad, self._samples.of_reduce(samples))
+        try:
+            mode.reduce(self._communicator(), name, grad, self._samples.of_reduce(samples))
+        except RanksChanged:
+            if not world.current().recovery.absorbs():
+                raise  # else `step` finds it again
 
     def broadcast(self, params: Any, root: int | None = None) -> None:
         """Copy the parameters of the root to all ranks, in place, with its optimizer state and scaler. Collective.

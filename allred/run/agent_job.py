@@ -215,7 +215,8 @@ class AgentJob:
             elif isinstance(order, Poison):
                 self._tell(name, {"poison": order.generation, **self._cause()})
             elif isinstance(order, Stop):
-                self._tell(name, {"stop": order.reason})
+                if self._coordinator.end is None or name not in self._ranks:  # else it is about to end by itself
+                    self._tell(name, {"stop": order.reason})
             else:
                 self._tell(name, {"restart": order.reason})
         self._waits_since = time.monotonic() if orders else self._waits_since

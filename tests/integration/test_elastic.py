@@ -454,3 +454,33 @@ print({float(each[0]) for each in w.values()}, {float(each[-1]) for each in w.va
     result = script(tmp_path, code, "-np", 3)
     assert result.code == 0, result.text
     assert result.out.splitlines() == ["{10.0} {10.0}"] * 2, result.text
+
+
+def test_after_shutdown_a_rank_may_fail_and_the_others_end_later(tmp_path):
+    code = START + "opt.step(w, np.ones(3))\nrank = allred.rank()\nallred.shutdown()\n"
+    code += "if rank == 1:\n    sys.exit(3)\ntime.sleep(4)\nprint('end', flush=True)\n"
+    result = script(tmp_path, code, "-np", 3, "--spares", 1, env={"ALLRED_TIMEOUT_S": "1"})
+    assert (result.code, result.out) == (0, "end\nend\n"), result.text
+
+
+def test_gradients_that_are_reduced_early(tmp_path):
+    """opt.reduce() does not raise that the ranks change; the step is lost as a whole."""
+    code = (
+        START.replace("np.zeros(3)", '{"a": np.zeros(5000), "b": np.zeros(7000)}')
+        + """
+lost = 0
+for step, x in enumerate(allred.data.batches(np.arange(80.0), batch_size=8)):
+    grads = {name: np.full(each.shape, x.mean() if len(x) else 0.0) for name, each in w.items()}
+    if step == 4 and allred.world.current().generation == 1 and allred.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for name, grad in reversed(grads.items()):
+        opt.reduce(name, grad)
+        time.sleep(0.02)
+    opt.step(w, grads)
+    lost += opt.interrupted
+print(opt.global_step, lost, round(float(w["a"][0]), 9), round(float(w["b"][-1]), 9), flush=True)
+"""
+    )
+    result = script(tmp_path, code, "-np", 3)
+    assert result.code == 0, result.text
+    assert result.out.splitlines() == ["10 1 -39.5 -39.5"] * 2, result.text
