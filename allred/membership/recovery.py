@@ -39,12 +39,22 @@ class RecoverableOptimizer(Protocol):
     def copy_state(self, params: Any, root: int) -> None:
         """Copy parameters and state from rank `root` to all. Collective."""
 
+    def keep_settings(self) -> None:
+        """Keep the settings that the program may change after a step: it does not know that this one is lost."""
+
     def begin_world(self) -> None:
-        """Forget what belongs to the last world, and the steps that were begun and not committed."""
+        """Forget what belongs to the last world, and the steps that were begun and not committed. Return to the
+        settings of `keep_settings`."""
 
 
 class RecoverableSession(Protocol):
     """The methods of a session that `Recovery` calls."""
+
+    def keep_state(self) -> None:
+        """Keep the state of what the program may change after a step, such as a scheduler: this step is lost."""
+
+    def return_to_kept(self) -> None:
+        """Return to the state of `keep_state`, if there is one."""
 
     def send_state(self) -> Any:
         """Return the state for processes that lack it."""
@@ -122,6 +132,8 @@ class Recovery:
         self.join()
         for each in filter(None, (self._optimizer, *self._others)):
             each.begin_world()
+        if self._session is not None:
+            self._session.return_to_kept()
 
     def _halt(self) -> None:
         self._leave()
@@ -299,7 +311,11 @@ class Recovery:
         the next world."""
         if not self.absorbs():
             raise
-        optimizer.interrupted = True
+        if not optimizer.interrupted:
+            optimizer.interrupted = True
+            optimizer.keep_settings()
+            if self._session is not None:
+                self._session.keep_state()
 
     def commit(self, step: int) -> None:
         """A step is complete, with its update. step: the global step before it."""

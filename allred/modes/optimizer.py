@@ -319,6 +319,9 @@ class DistributedOptimizer:
         }  # fmt: skip
         return ", ".join(name for name, is_given in given.items() if is_given)
 
+    def keep_settings(self) -> None:
+        """Internal: keep the settings that the program may change after a lost step."""
+
     def begin_world(self) -> None:
         """Internal: forget what belongs to the last world, and a step that was lost there."""
         self._samples = SampleCount()

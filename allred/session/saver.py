@@ -260,6 +260,7 @@ class SessionState:
         self._hooks = [hook for hook in hooks if has_state(hook)]
         self._position = self._data_position()  # after the last batch that an update used
         self._left_out: set[str] = set()
+        self._kept: PickledParts | None = None
         for title, get_state in self._parts(None):
             _pickle(title, get_state)
 
@@ -358,6 +359,16 @@ class SessionState:
         finally:
             self._data = data
         self._position = state_pickle.loads(parts["the data"][0])
+
+    def keep(self) -> None:
+        """Keep the state, for `return_to_kept`."""
+        self._kept = self.pickle(None, uses_saved_position=True)
+
+    def return_to_kept(self) -> None:
+        """Return to the state of `keep`, if there is one."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            self.receive(kept)
 
     def _owners(self) -> list[tuple[str, Any]]:
         """Return titles and objects with a state. Hooks of the same class have the same title."""

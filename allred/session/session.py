@@ -233,6 +233,14 @@ class Session:
 
     # Recovery (membership/recovery.py).
 
+    def keep_state(self) -> None:
+        """Internal: a step is lost. The program does not know it, and may call `step` of a tracked scheduler."""
+        self._state.keep()
+
+    def return_to_kept(self) -> None:
+        """Internal: return to the state of `keep_state`."""
+        self._state.return_to_kept()
+
     def send_state(self) -> Any:
         """Internal: the state for a process that joins."""
         parts = self._state.pickle(None, uses_saved_position=True)

@@ -91,6 +91,7 @@ class HookedOptimizer(ModuleCheckpoints):
         self._accumulator = Accumulator(1)  # torch adds up the gradients of micro-steps
         self._clipper: UpdateClipper = UpdateClipper(options.clip_norm, options.scaler, self.name)
         self._backward, self._next = BackwardPass(), NextStep()
+        self._kept: list[dict[str, Any]] = []  # the settings of the groups when a step was lost
         self.reduction_agreement = ReductionAgreement(options.title)
         self._is_local = False  # inside of no_sync()
         self._marks = options.op is not ReduceOp.AVERAGE or options.scaler is not None  # gradients are reduced once
@@ -498,7 +499,14 @@ class HookedOptimizer(ModuleCheckpoints):
         ] * self._adapter.calls_closure
         return ", ".join([*found, *filter(None, [super().refusal()])])
 
+    def keep_settings(self) -> None:
+        groups = self._adapter.optimizer.param_groups
+        self._kept = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+
     def begin_world(self) -> None:
+        for group, kept in zip(self._adapter.optimizer.param_groups, self._kept, strict=False):
+            group.update(kept)
+        self._kept = []
         self._backward, self._overlaps = BackwardPass(), None
         self._end_step()
         self._agreed_layout = None

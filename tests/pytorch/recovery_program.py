@@ -36,6 +36,7 @@ def serial(epochs):
     """Train alone. Returns the parameters."""
     (x, y), model = data(), new_model()
     optimizer = new_optimizer(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.5)
     for epoch in range(epochs):
         order = np.random.default_rng([0, epoch]).permutation(ROWS)
         for begin in range(0, ROWS, BATCH):
@@ -43,6 +44,7 @@ def serial(epochs):
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(model(torch.from_numpy(x[rows])), torch.from_numpy(y[rows])).backward()
             optimizer.step()
+            scheduler.step()
     return [parameter.detach().numpy() for parameter in model.parameters()]
 
 
@@ -52,6 +54,7 @@ def main():
     for parameter in model.parameters():
         parameter.data += allred.rank()  # the broadcast makes them equal
     optimizer = allred.distributed(new_optimizer(model))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.5)
     rank, step = map(int, os.environ.get("KILL", "-1,-1").split(","))
     where = os.environ.get("WHERE", "backward")
     batches = allred.data.batches(*data(), batch_size=BATCH, epochs=int(os.environ["EPOCHS"]))
@@ -71,7 +74,7 @@ def main():
         if "SESSION" in os.environ:
             session = allred.Session(os.environ["SESSION"], save_steps=5, log_steps=None)
             stack.enter_context(session)
-            session.track(params=model, optimizer=optimizer, data=batches)
+            session.track(params=model, optimizer=optimizer, data=batches, scheduler=scheduler)
             loop = session.steps(batches)
         else:
             optimizer.allred.broadcast(model)
@@ -82,8 +85,11 @@ def main():
                 os.kill(os.getpid(), signal.SIGKILL)
             optimizer.step()
             lost += optimizer.allred.interrupted
+            if "SESSION" in os.environ or not optimizer.allred.interrupted:
+                scheduler.step()
     result = {
         "rank": allred.rank(), "size": allred.size(), "step": optimizer.allred.global_step, "lost": lost,
+        "scheduler": scheduler.state_dict()["_step_count"], "rate": optimizer.param_groups[0]["lr"],
         "parameters": [parameter.tolist() for parameter in model.parameters()],
     }  # fmt: skip
     with open(f"{os.environ['DIRECTORY']}/result-{os.getpid()}", "w") as file:

@@ -51,6 +51,7 @@ def test_a_spare_receives_model_and_optimizer(step, tmp_path):
     env = {"KILL": f"0,{step}", "SESSION": str(tmp_path / "ckpt")}
     result, found = train(tmp_path, "-np", 2, "--spares", 1, **env)
     check(result, found, 2)
+    assert {(each["scheduler"], each["rate"]) for each in found} == {(STEPS + 1, 0.02 * 0.5 ** (STEPS // 7))}, found
     assert "2 ranks go on, 1 of them new" in result.err, result.text
 
 

@@ -224,6 +224,9 @@ class _CommittedState:
     def refusal(self) -> str:
         return ""
 
+    def keep_settings(self) -> None:
+        """`restore` returns to those of the commit."""
+
     def begin_world(self) -> None:
         """There is nothing to forget."""
 
