@@ -23,7 +23,7 @@ From the agent:
     alive                 a heartbeat, with its number
 
 Of a process: `watch`, the settings of the watcher, with the answer `watcher`; `failed`, the last line of the traceback
-with which it ends; other messages are passed on.
+with which it ends, and its exit `code`; other messages are passed on.
 
 A world is poisoned by a number in memory that the process shares with its agent (agent_connection.py): a process tests
 it in each wait, without a system call.
@@ -180,13 +180,14 @@ class Agent:
             if "watch" in message:
                 self._watch(process, message["watch"])
             elif "failed" in message:
-                process.failure = message["failed"]
+                process.failure, process.failed_with = message["failed"], message["code"]
                 self._loop.after(LEAVE_S, functools.partial(self._kill_failed, process))  # its threads may run on
             else:
                 self._run.send({"from": process.name, **message})
 
     def _kill_failed(self, process: AgentProcess) -> None:
         if process.name in self._processes:
+            process.is_late = True
             process.kill()
 
     def _watch(self, process: AgentProcess, settings: Message) -> None:
@@ -219,6 +220,11 @@ class Agent:
         if pidfd == process.pidfd and has_ended and process.popen.returncode >= 0:
             code = process.popen.returncode
             how = f"ended with exit code {code}"
+        elif process.is_late:
+            how, code = (
+                f"failed with exit code {process.failed_with}, and was killed {LEAVE_S:g} s later",
+                process.failed_with,
+            )
         process.kill()
         if process.rank_pidfd >= 0 and not _is_dead(process.rank_pidfd):
             return self._loop.remove(process.pidfd)  # its end follows

@@ -58,9 +58,9 @@ class AgentConnection(TaskConnection):
         if message is not None:
             self._channel.send({"report": type(message).__name__.lower(), **dataclasses.asdict(message)})
 
-    def report_failure(self, words: str) -> None:
-        """Report why this process is about to end."""
-        self._channel.send({"failed": words[:WORDS_CHARS]})
+    def report_failure(self, code: int, words: str) -> None:
+        """Report that this process is about to end with this exit code, and why."""
+        self._channel.send({"failed": words[:WORDS_CHARS], "code": code})
 
     def await_form(self) -> agreement.Form:
         """Wait until this process is a member of a new world. Raises SystemExit if it has to end."""

@@ -30,7 +30,8 @@ class AgentProcess:
         self.rank_pid, self.rank_pidfd = popen.pid, -1  # rank_pidfd: of a rank that another program has started
         self.is_reported = False
         self.has_success = False  # whether a rank that another program has started has ended with success
-        self.failure = ""  # the last line of its traceback
+        self.failure, self.failed_with = "", 0  # the last line of its traceback, and its exit code
+        self.is_late = False  # whether it was killed, because it had not ended after a failure
 
     def kill(self) -> None:
         """Kill all processes of its session."""

@@ -168,9 +168,9 @@ class Recovery:
         if self._member.phase == "running":
             self._connection.send(self._member.finished())
 
-    def report_failure(self, words: str) -> None:
-        """Report why this process is about to end. words: the last line of the traceback."""
-        self._connection.report_failure(words)
+    def report_failure(self, code: int, words: str) -> None:
+        """Report that this process is about to end with this exit code. words: the last line of the traceback."""
+        self._connection.report_failure(code, words)
 
     # State.
 

@@ -164,7 +164,7 @@ def _report(
     one that Python gives the exception."""
     watcher, here = world.watcher(), world.current_or_none()
     if here is not None and here.recovery is not None:
-        here.recovery.report_failure(_last_line(kind, error))
+        here.recovery.report_failure(status or _STATUS.get(kind, 1), _last_line(kind, error))
         return True
     if watcher is None:
         return True
@@ -238,7 +238,7 @@ class _Exit(SystemExit):
             exit_callbacks.call_and_print(self if status else None)
             here = world.current_or_none()
             if status and here is not None and here.recovery is not None:
-                here.recovery.report_failure(_passed.get(status, (f"sys.exit({self._code!r})",))[0])
+                here.recovery.report_failure(status, _passed.get(status, (f"sys.exit({self._code!r})",))[0])
             elif status and (watcher := world.watcher()) is not None:
                 watcher.report_failure(status, *_passed.get(status, (f"sys.exit({self._code!r})",)))
             _end_with(status)

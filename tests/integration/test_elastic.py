@@ -484,3 +484,16 @@ print(opt.global_step, lost, round(float(w["a"][0]), 9), round(float(w["b"][-1])
     result = script(tmp_path, code, "-np", 3)
     assert result.code == 0, result.text
     assert result.out.splitlines() == ["10 1 -39.5 -39.5"] * 2, result.text
+
+
+def test_a_rank_that_has_failed_and_does_not_end_is_killed(tmp_path):
+    code = (
+        START + "import threading\nif allred.rank() == 1:\n    threading.Thread(target=time.sleep, args=[60]).start()\n"
+    )
+    code += "    raise ValueError('wrong')\nfor x in allred.data.batches(np.arange(30.0), batch_size=3):\n"
+    code += "    opt.step(w, np.ones(3))\nprint('end', opt.global_step, flush=True)\n"
+    result = script(tmp_path, code, "-np", 2)
+    assert (result.code, result.out) == (0, "end 10\n"), result.text
+    assert "failed with exit code 1, and was killed 3 s later: ValueError: wrong; 1 rank goes on" in result.err, (
+        result.text
+    )
