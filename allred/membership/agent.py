@@ -43,10 +43,10 @@ import time
 from typing import Any
 
 from allred.launcher_variables import AGENT
-from allred.membership.agent_process import NEVER, AgentProcess, end_with_parent
+from allred.membership.agent_process import NEVER, AgentProcess, prepare
 from allred.runtime.channel import Channel, connect
 from allred.runtime.loop import Loop
-from allred.runtime.timings import HEARTBEAT_PERIOD_S, HELLO_S, LEASE_S, LEAVE_S
+from allred.runtime.timings import HEARTBEAT_PERIOD_S, HELLO_S, LEASE_S, LEAVE_S, RETRY_S
 from allred.watch import process_state
 from allred.watch.process import Watcher
 from allred.watch.rank import owner
@@ -119,12 +119,7 @@ class Agent:
 
     def _pass_on(self, process: AgentProcess, message: Message) -> None:
         if "signal" in message:
-            if message["signal"] == signal.SIGKILL:
-                process.kill()
-            else:
-                with contextlib.suppress(OSError):
-                    os.kill(process.rank_pid, message["signal"])
-            return
+            return self._signal(process, message["signal"])
         if process.channel is not None:
             process.channel.send(message)
         if "poison" in message:
@@ -132,13 +127,25 @@ class Agent:
         elif "stop" in message or "restart" in message:
             process.poison(NEVER)
 
+    def _signal(self, process: AgentProcess, number: int) -> None:
+        """Send a signal to a process. SIGUSR1, the warning of a batch system, is kept until the process handles it."""
+        if process.name not in self._processes:
+            return
+        if number == signal.SIGKILL:
+            process.kill()
+        elif number == signal.SIGUSR1 and not process_state.handles(process.rank_pid, number):
+            self._loop.after(RETRY_S, functools.partial(self._signal, process, number))
+        else:
+            with contextlib.suppress(OSError):
+                os.kill(process.rank_pid, number)
+
     def _start(self, name: str) -> None:
         here = self._run.connection.getsockname()[0]
         environ = {**self._settings["environ"], AGENT: f"{self._name} {name} {here}"}
         try:
             popen = subprocess.Popen(
                 self._settings["program"], env=environ, cwd=self._settings["directory"], stdin=subprocess.DEVNULL,
-                start_new_session=True, preexec_fn=end_with_parent,
+                start_new_session=True, preexec_fn=prepare,
             )  # fmt: skip
         except OSError as error:
             how = f"cannot start {self._settings['program'][0]}: {error.strerror or error}"

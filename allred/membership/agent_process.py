@@ -19,6 +19,13 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
+def prepare() -> None:
+    """In a child, before it becomes the program: let it end with its agent, and not inherit ignored signals."""
+    end_with_parent()
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class AgentProcess:
     """A process of this host. It is the rank itself, or a program such as a shell that starts the rank."""
 

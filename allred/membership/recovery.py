@@ -227,8 +227,8 @@ class Recovery:
         if self._optimizer is not optimizer:
             if self._optimizer is not None:
                 raise InputError(
-                    f"`allred run --elastic` recovers one optimizer, but there are {self._optimizer.name} and "
-                    f"{optimizer.name}"
+                    f"`allred run --elastic` recovers one optimizer, but {optimizer.name} is a second one after "
+                    f"{self._optimizer.name}"
                 )
             if problem := optimizer.refusal():
                 raise InputError(f"{optimizer.name}: {problem} cannot be used with `allred run --elastic`")

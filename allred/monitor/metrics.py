@@ -3,6 +3,7 @@
 python metrics.py JOB ADDRESS     prints the URL or an error; ends with the job
 """
 
+import contextlib
 import os
 import socket
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 
 from allred.errors import AllredError
 from allred.monitor import Connection, Snapshot, open_job
-from allred.runtime.timings import ADDRESS_FREE_S, RETRY_S
+from allred.runtime.timings import ADDRESS_FREE_S, NEXT_WATCHER_S, RETRY_S
 
 # Name of the metric: (key of a snapshot, meaning). All are counters since init() of this start, by rank.
 _SUMS = {
@@ -30,10 +31,10 @@ class Collector:
     """A collector of prometheus_client. job: the connection to the watcher."""
 
     def __init__(self, job: Connection) -> None:
-        self._job = job
+        self.job = job
 
     def collect(self) -> Iterator[Any]:
-        return families(self._job.snapshot(states=False))
+        return families(self.job.snapshot(states=False))
 
 
 def families(now: Snapshot) -> Iterator[Any]:
@@ -90,8 +91,20 @@ def url(host: str, port: int) -> str:
     return f"http://{name}:{port}/metrics"
 
 
-def main(job: str, address: str) -> None:
-    """Serve until the job ends."""
+def open_next(job: str) -> Connection | None:
+    """Return a connection to the job if it goes on with another watcher within NEXT_WATCHER_S; else None."""
+    until = time.monotonic() + NEXT_WATCHER_S
+    while time.monotonic() < until:
+        with contextlib.suppress(AllredError, OSError):
+            found = open_job(job)
+            found.snapshot(states=False)
+            return found
+        time.sleep(RETRY_S)
+    return None
+
+
+def main(job: str, address: str, is_elastic: str = "") -> None:
+    """Serve until the job ends. is_elastic: "elastic" if it is, and each of its worlds has a watcher."""
     try:
         from prometheus_client import CollectorRegistry, start_http_server
     except ImportError:
@@ -110,11 +123,15 @@ def main(job: str, address: str) -> None:
                 if time.monotonic() > until:
                     return print(f"cannot listen on {host} port {port}: {error.strerror}", flush=True)
                 time.sleep(RETRY_S)
-        registry.register(Collector(connection))
+        collector = Collector(connection)
+        registry.register(collector)
         print(url(host, port), flush=True)
         null = os.open(os.devnull, os.O_RDWR)
         os.dup2(null, 1)
         lifeline.wait_for_end()
+        while is_elastic and (found := open_next(job)) is not None:
+            collector.job = open_job(job)
+            found.wait_for_end()
     except (AllredError, ValueError) as error:
         print(error, flush=True)
 

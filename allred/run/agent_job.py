@@ -6,6 +6,7 @@ spare, or by a new process while restarts are left; else the others go on withou
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import shlex
@@ -77,6 +78,7 @@ class AgentJob:
         self._dead: list[_JobProcess] = []  # since then, members
         self._waits_since = float("inf")  # since when the same members are awaited
         self._is_terminated = self._is_training = False
+        self._kept: list[int] = []  # signals
         self._pending = 0  # processes that will be started for dead ones
         self._last_end: _JobProcess | None = None  # the last member of the last world that has ended, or any process
         self.lost_hosts: set[str] = set()
@@ -113,6 +115,9 @@ class AgentJob:
         agent.channel, agent.heard_at = link, time.monotonic()
         link.serve(self._loop, lambda messages: self._handle(agent, messages), lambda error: self._lose_agent(agent))
         link.send({"start": [each.name for each in self._processes.values() if each.host == agent.host]})
+        for number, process in itertools.product(self._kept, [*self._processes.values()]):
+            if process.host == agent.host:
+                self._tell(process.name, {"signal": number})
         self._handle(agent, messages[1:])
 
     def _start(self, host: str) -> None:
@@ -174,7 +179,7 @@ class AgentJob:
     def _lose(self, process: _JobProcess, how: str, code: int) -> None:
         """A process has died."""
         process.how, process.code = how, code
-        if self._last_end is None or process.name in self._ranks:
+        if not self._is_terminated and (self._last_end is None or process.name in self._ranks):
             self._last_end = process
         members = self._coordinator.members
         left = len({*members, *self._coordinator.spares} - {process.name})
@@ -273,7 +278,8 @@ class AgentJob:
         what = [f"{count(change.size, 'rank')} go on"] if change.size > 1 else ["1 rank goes on"]
         if change.joined:
             what.append(f"{len(change.joined)} of them new")
-        what.append(f"step {change.step + 1} is " + ("repeated" if change.repeated else "next"))
+        step = f"step {change.step + 1}" if change.step >= 0 else "the first step"
+        what.append(f"{step} is " + ("repeated" if change.repeated else "next"))
         if self._lost_at is not None:
             what.append(f"{1000 * (now - self._lost_at):.0f} ms")
         self._say("; ".join([who] * bool(who) + [", ".join(what)]))
@@ -328,7 +334,9 @@ class AgentJob:
         return f"{count(target, 'rank')} instead of {before}; the processes go on"
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to all processes."""
+        """Send a signal to all processes; on hosts whose agents have not connected yet, as soon as they have."""
+        if any(not agent.heard_at for agent in self._agents.values()):
+            self._kept.append(number)
         for process in self._processes.values():
             self._tell(process.name, {"signal": number})
 

@@ -118,6 +118,7 @@ assert RENDEZVOUS_DEATH_S > SAME_ERROR_S
 LEASE_S = 8.0  # after which an agent ends with its processes, if `allred run` has answered none of its heartbeats
 LOST_AGENT_S = 10.0  # after the last heartbeat of an agent, its host is lost, and the others go on
 CHIEF_CONNECT_S = 1.0  # for an agent to connect to the watcher of the chief's node
+NEXT_WATCHER_S = 3.0  # from the end of a world's watcher to the next one, for the process of the metrics
 AGENT_END_S = 0.2  # from the end of an agent's connection to the end of all its processes
 
 assert HELLO_S + CHIEF_CONNECT_S + STACK_S < LEASE_S, "an agent waits for one process at a time"

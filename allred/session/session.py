@@ -90,6 +90,7 @@ class Session:
         self._stop_reason, self._stop_request = "", ""  # why the loop ends; why this rank asks for it
         self._in_step = self._entered = self._done = False
         self._is_ending = False  # whether the end of a step has begun, and not all hooks have returned
+        self._hooks_called = 0  # at the end of the current step
         self._due_savers: list[Saver] = []  # savers that hooks have requested during `after_step`
         self._outer_error: BaseException | None = None  # the exception that was being handled when the session began
         self._is_fresh = False  # mode ps: whether the parameters were pulled for the first step
@@ -257,12 +258,16 @@ class Session:
         self._stop_reason = next(filter(None, reasons), "")
         self._times = world.current().counters.times
 
+    def _leave_step(self) -> None:
+        """The ranks change: end the current step on this rank alone if it is committed, else forget it."""
+        if self.optimizer.global_step != self._step_begin and self._is_ending:  # and hooks are left
+            self._end_step(alone=True)
+        self._metrics, self._in_step, self._is_ending = coordination.StepMetrics(), False, False
+
     def _next_after_change(self, iterator: Iterator[T]) -> Iterator[T]:
         """The ranks have changed at the end of a step. Return the next batch, in the next world, as an iterator; an
         empty one if the loop ends."""
-        if self.optimizer.global_step != self._step_begin:
-            self._end_step(alone=True)
-        self._metrics, self._in_step, self._is_ending = coordination.StepMetrics(), False, False
+        self._leave_step()
         for batch in iterator:  # forms the next world
             self.step = self._step_begin = self.optimizer.global_step
             if not self._stop_reason:
@@ -338,7 +343,7 @@ class Session:
         return False
 
     def _begin_step(self) -> None:
-        self._in_step, self._is_ending = True, False
+        self._in_step, self._is_ending, self._hooks_called = True, False, 0
         self._batches += 1
         self._step_begin = self.step
         for hook in self.hooks:
@@ -398,8 +403,9 @@ class Session:
         self._times = times
         if step_report.stop and optimizer.session_support.is_lockstep:
             self._stop_reason = self._stop_reason or step_report.stop
-        for hook in self.hooks:
-            hook.after_step(self, step_report.values)
+        while self._hooks_called < len(self.hooks):
+            self._hooks_called += 1
+            self.hooks[self._hooks_called - 1].after_step(self, step_report.values)
         self._state.note_position()
         self._is_ending = False
         for saver in self._due_savers:
@@ -456,8 +462,7 @@ class Session:
             try:
                 return self._finish()
             except RanksChanged:
-                if self.optimizer.global_step == self._step_begin:  # a lost step
-                    self._metrics, self._in_step, self._is_ending = coordination.StepMetrics(), False, False
+                self._leave_step()
                 world.current().recovery.form()
 
     def _finish(self) -> str | None:

@@ -91,7 +91,7 @@ def start(
             problem = f"{error.strerror or error}"
     is_first = serve is None or world.current().generation == 1  # else the process of the first world serves them
     if shape.rank == 0 and config.metrics != "none" and not problem and is_first:
-        url, why = _serve_metrics(_job_name(config), config.metrics)
+        url, why = _serve_metrics(_job_name(config), config.metrics, serve is not None)
         log.warning(f"metrics at {url}" if url else f"ALLRED_METRICS={config.metrics}: no metrics: {why}")
     problems = bootstrap.allgather_object(problem)
     bad = {rank: text for rank, text in enumerate(problems) if text}
@@ -124,12 +124,13 @@ def _start_watcher(
     return here | detached.start(_MODULE, dataclasses.asdict(settings), process=_take_spawned())
 
 
-def _serve_metrics(job: str, address: str) -> tuple[str, str]:
+def _serve_metrics(job: str, address: str, is_elastic: bool) -> tuple[str, str]:
     """Start the process of the metrics endpoint. Return its URL, or "" and the problem."""
+    words = [sys.executable, "-m", "allred.monitor.metrics", job, address, "elastic" * is_elastic]
     with tempfile.TemporaryFile() as answers:
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "allred.monitor.metrics", job, address], cwd="/", start_new_session=True,
+                words, cwd="/", start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=answers,
             )  # fmt: skip
         except OSError as error:

@@ -497,3 +497,36 @@ def test_a_rank_that_has_failed_and_does_not_end_is_killed(tmp_path):
     assert "failed with exit code 1, and was killed 3 s later: ValueError: wrong; 1 rank goes on" in result.err, (
         result.text
     )
+
+
+@pytest.mark.parametrize("name", ["INT", "TERM", "USR1"])
+def test_a_signal_ends_a_session(name, tmp_path):
+    """SIGUSR1 is sent at once, before a rank handles it."""
+    code = (
+        START
+        + """
+data = allred.data.batches(np.arange(6000.0), batch_size=3)
+with allred.Session("ckpt", log_steps=None) as session:
+    session.track(params=w, optimizer=opt, data=data)
+    open(f"ready-{allred.rank()}", "w").close()
+    for x in session.steps(data):
+        opt.step(w, np.ones(3))
+        time.sleep(0.01)
+print("end", session.asked, flush=True)
+"""
+    )
+    (tmp_path / "train.py").write_text("import time\nimport numpy as np\nimport allred\n" + code)
+    wait = "" if name == "USR1" else "while ! [ -e ready-1 ]; do sleep 0.05; done; "
+    shell = f'"$@" & run=$!; sleep 0.3; {wait}kill -{name} $run; wait $run'
+    words = [BIN["mpich"] / "python", "-m", "allred", "run", "--elastic", "-np", 2, "train.py"]
+    result = run(["sh", "-c", shell, "sh", *words], 60, {"XDG_RUNTIME_DIR": str(tmp_path)}, cwd=tmp_path)
+    assert (result.code, result.out) == (0, f"end SIG{name}\n" * 2), result.text
+    assert len(list((tmp_path / "ckpt").glob("step-*"))) == 1, result.text
+
+
+def test_the_message_names_the_rank_that_failed_first(tmp_path):
+    code = START + "if allred.rank() == 1:\n    raise ValueError('wrong')\nopt.step(w, np.ones(3))\n"
+    result = script(tmp_path, code, "-np", 2, "--min-np", 2)
+    assert result.code == 1, result.text
+    line = "allred run: rank 1 on localhost ended with exit code 1: ValueError: wrong; 1 rank left, but the job needs 2"
+    assert line in result.err, result.text
