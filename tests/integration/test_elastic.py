@@ -501,9 +501,10 @@ def test_a_rank_that_has_failed_and_does_not_end_is_killed(tmp_path):
 
 @pytest.mark.parametrize("name", ["INT", "TERM", "USR1"])
 def test_a_signal_ends_a_session(name, tmp_path):
-    """SIGUSR1 is sent at once, before a rank handles it."""
+    """SIGUSR1 is sent before a rank handles it."""
     code = (
-        START
+        "open('started', 'w').close()\ntime.sleep(0.5)\n"
+        + START
         + """
 data = allred.data.batches(np.arange(6000.0), batch_size=3)
 with allred.Session("ckpt", log_steps=None) as session:
@@ -516,8 +517,8 @@ print("end", session.asked, flush=True)
 """
     )
     (tmp_path / "train.py").write_text("import time\nimport numpy as np\nimport allred\n" + code)
-    wait = "" if name == "USR1" else "while ! [ -e ready-1 ]; do sleep 0.05; done; "
-    shell = f'"$@" & run=$!; sleep 0.3; {wait}kill -{name} $run; wait $run'
+    flag = "started" if name == "USR1" else "ready-1"
+    shell = f'"$@" & run=$!; while ! [ -e {flag} ]; do sleep 0.02; done; kill -{name} $run; wait $run'
     words = [BIN["mpich"] / "python", "-m", "allred", "run", "--elastic", "-np", 2, "train.py"]
     result = run(["sh", "-c", shell, "sh", *words], 60, {"XDG_RUNTIME_DIR": str(tmp_path)}, cwd=tmp_path)
     assert (result.code, result.out) == (0, f"end SIG{name}\n" * 2), result.text
