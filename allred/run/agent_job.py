@@ -372,7 +372,7 @@ class AgentJob:
         agents = [each for each in self._agents.values() if each.popen.poll() is None]
         if agents and not self._is_over and self._pending:
             return False
-        if any(not each.how and self._agents[each.host] in agents for each in self._processes.values()):
+        if any(not each.how for each in self._processes.values()):
             return False
         for agent in self._agents.values():
             if agent.channel is not None:

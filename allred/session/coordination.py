@@ -12,7 +12,7 @@ import math
 import os
 import signal
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -112,12 +112,12 @@ class StepMetrics:
 
     def report_local(self, stop: str, save: bool) -> StepReport:
         """Return the report of this rank alone, and begin the next step."""
-        values, examples = self._take()
+        values, examples = self.take()
         return StepReport(values, examples or 0.0, stop, save)
 
     def report_all(self, stop: str, save: bool) -> StepReport:
         """Return the report of all ranks, and begin the next step. Collective. stop: the reason on this rank, or ""."""
-        values, examples = self._take()
+        values, examples = self.take()
         names, weight = sorted(values), 1.0 if examples is None else examples
         sent_reason = stop if stop in _REASONS or not stop else OTHER_RANK
         mine = [float(save), examples or 0.0, weight, *(float(sent_reason == reason) for reason in _REASONS)]
@@ -137,7 +137,8 @@ class StepMetrics:
         reason = stop or next((reason for reason, votes in zip(_REASONS, stop_votes, strict=True) if votes), "")
         return StepReport(means, all_examples, reason, save_votes > 0)
 
-    def _take(self) -> tuple[dict[str, float], float | None]:
+    def take(self) -> tuple[dict[str, float], float | None]:
+        """Return the values and the examples of this rank, and begin the next step."""
         self.next_micro_batch()
         batches, self._micro_batches = self._micro_batches, []
         if len(batches) == 1:
@@ -152,6 +153,28 @@ class StepMetrics:
         counted = [examples for _, examples in batches if examples is not None]
         means = {name: value / weight if weight else math.nan for name, (value, weight) in sums.items()}
         return means, sum(counted) if counted else None
+
+
+def mean_values(ranks: Sequence[tuple[dict[str, float], float | None]]) -> dict[str, float]:
+    """Return the means of the values of some ranks, as `StepMetrics.report_all`. ranks: values and examples of each.
+
+    >>> mean_values([({"loss": 1.0}, 1.0), ({"loss": 4.0}, 2.0), ({}, 0.0)])
+    {'loss': 3.0}
+    """
+    weights = [1.0 if examples is None else examples for _, examples in ranks]
+    total = sum(weight for weight, (values, _) in zip(weights, ranks, strict=True) if values)
+    names = dict.fromkeys(name for values, _ in ranks for name in values)
+    return {
+        name: sum(
+            weight * values[name]
+            for weight, (values, _) in zip(weights, ranks, strict=True)
+            if name in values and weight
+        )
+        / total
+        if total
+        else math.nan
+        for name in names
+    }
 
 
 def _number(name: str, value: Any) -> float:

@@ -91,6 +91,11 @@ class Session:
         self._in_step = self._entered = self._done = False
         self._is_ending = False  # whether the end of a step has begun, and not all hooks have returned
         self._hooks_called = 0  # at the end of the current step
+        # Of an elastic job: step and values of the last report; the logged values of a step that ended while the ranks
+        # changed; the values for its hooks.
+        self._reported: tuple[int, dict[str, float]] = (-1, {})
+        self._left_step: tuple[int, dict[str, float], float | None] | None = None
+        self._agreed: dict[str, float] | None = None
         self._due_savers: list[Saver] = []  # savers that hooks have requested during `after_step`
         self._outer_error: BaseException | None = None  # the exception that was being handled when the session began
         self._is_fresh = False  # mode ps: whether the parameters were pulled for the first step
@@ -203,6 +208,7 @@ class Session:
                 optimizer.session_support.set_final_save(lambda: self._capture()(self._saver.directory))
         for hook in self.hooks:
             hook.begin(self)
+        self._end_left_step(joins=True)
         self._training_begin = self.step
         if self._stop_reason == "max_steps":
             log.info(f"max_steps={self.max_steps} is reached already, at step {self.step}: no step is made")
@@ -244,24 +250,42 @@ class Session:
 
     def send_state(self) -> Any:
         """Internal: the state for a process that joins."""
-        parts = self._state.pickle(None, uses_saved_position=True)
-        return self._token, self._saver.directory, self._stop_reason, parts
+        parts = self._state.pickle(None, uses_saved_position=self._left_step is None)
+        left: Any = None if self._left_step is None else (self._left_step[0], {}, 0.0)
+        return self._token, self._saver.directory, self._stop_reason, parts, left
 
     def receive_state(self, state: Any) -> None:
         """Internal: take the result of `send_state`."""
-        self._token, self._saver.directory, self._stop_reason, parts = state
+        self._token, self._saver.directory, self._stop_reason, parts, self._left_step = state
         self._state.receive(parts)
+        self._hooks_called = 0
 
     def begin_world(self) -> None:
-        """Internal: end the loop on all ranks if it has ended on one. Collective."""
-        reasons = functions.allgather_object(self._stop_reason)
-        self._stop_reason = next(filter(None, reasons), "")
+        """Internal: end the loop on all ranks if it has ended on one. End a step that was committed in the last world:
+        all ranks call their hooks with the same values. Collective."""
+        asked = (self._signals.reason or self._stop_request) if self._left_step is not None else ""
+        found = functions.allgather_object((self._stop_reason or asked, self._reported, self._left_step))
+        self._stop_reason = next(filter(None, (reason for reason, _, _ in found)), "")
         self._times = world.current().counters.times
+        if self._left_step is not None:
+            reports = (values for _, (step, values), _ in found if step == self._left_step[0])
+            self._agreed = next(reports, None) or coordination.mean_values([left[1:] for *_, left in found if left])
+            self._left_step = None
+        if self._optimizer is not None:
+            self._end_left_step()
+
+    def _end_left_step(self, joins: bool = False) -> None:
+        """Call the hooks of a step that has ended in another world, if there is one. joins: whether this process has
+        joined after it."""
+        if self._agreed is not None:
+            self.step, self._due_savers = self.optimizer.global_step, []
+            self._call_hooks(self._agreed, notes_position=not joins)  # a process that joins has received it
+            self._agreed = None
 
     def _leave_step(self) -> None:
-        """The ranks change: end the current step on this rank alone if it is committed, else forget it."""
-        if self.optimizer.global_step != self._step_begin and self._is_ending:  # and hooks are left
-            self._end_step(alone=True)
+        """The ranks change. If the current step is committed, it ends in the next world; else forget it."""
+        if self._is_ending and not self.optimizer.interrupted:  # hooks are left
+            self._left_step = self.optimizer.global_step, *self._metrics.take()
         self._metrics, self._in_step, self._is_ending = coordination.StepMetrics(), False, False
 
     def _next_after_change(self, iterator: Iterator[T]) -> Iterator[T]:
@@ -403,17 +427,23 @@ class Session:
         self._times = times
         if step_report.stop and optimizer.session_support.is_lockstep:
             self._stop_reason = self._stop_reason or step_report.stop
-        while self._hooks_called < len(self.hooks):
-            self._hooks_called += 1
-            self.hooks[self._hooks_called - 1].after_step(self, step_report.values)
-        self._state.note_position()
-        self._is_ending = False
-        for saver in self._due_savers:
-            self.save_by(saver)
+        self._reported = self.step, step_report.values
+        self._call_hooks(step_report.values)
         if step_report.save and not self._stop_reason:
             randoms = coordination.gather_random_states(optimizer)
             if self.is_chief:
                 self.save_by(self._saver, randoms)
+
+    def _call_hooks(self, values: dict[str, float], notes_position: bool = True) -> None:
+        """Call the hooks that are left at the end of a step."""
+        while self._hooks_called < len(self.hooks):
+            self._hooks_called += 1
+            self.hooks[self._hooks_called - 1].after_step(self, values)
+        if notes_position:
+            self._state.note_position()
+        self._is_ending = False
+        for saver in self._due_savers:
+            self.save_by(saver)
 
     def _is_unfinished(self) -> bool:
         """Return whether the current step has updated the parameters, or its end has begun, and not all hooks have

@@ -65,16 +65,17 @@ class Count(allred.session.Hook):
     """A hook with a state: the calls of after_step, and the last logged value."""
 
     def __init__(self):
-        self.calls, self.values = 0, {}
+        self.calls, self.values, self.total = 0, {}, 0.0
 
     def after_step(self, session, values):
         self.calls, self.values = self.calls + 1, values
+        self.total += values["loss"]
 
     def state_dict(self):
-        return {"calls": self.calls}
+        return {"calls": self.calls, "total": self.total}
 
     def load_state_dict(self, state):
-        self.calls = state["calls"]
+        self.calls, self.total = state["calls"], state["total"]
 
 
 count = Count()
@@ -92,7 +93,8 @@ def loop(batches, params, opt):
         note(event="tracked", step=session.step)
         for batch in session.steps(batches):
             yield batch
-            session.log(loss=float(opt.global_step), examples=len(batch[0]))
+            loss = float(np.sum(batch[1]))  # another one on each rank
+            session.log(loss=loss, examples=len(batch[0]))
 
 
 def main():
@@ -119,7 +121,11 @@ def main():
         attempts += 1
         if mine.get("rank") == allred.rank() and step == mine["step"] and "pid" not in mine:
             mine["pid"] = 0
-            if allred.world.current().generation == 1 and os.environ.get("ALLRED_STARTS", "1") == "1":
+            if (
+                mine.get("where") != "after"
+                and allred.world.current().generation == 1
+                and os.environ.get("ALLRED_STARTS", "1") == "1"
+            ):
                 fail(mine["how"])
         gradient = np.zeros(elements, "f4")
         if len(ids):
@@ -127,6 +133,8 @@ def main():
             gradient[8:] = flat[8:] * np.float32(0.01)
         time.sleep(given["pause_s"] * random.random() * 2)
         opt.step(params, pack(gradient))
+        if mine.get("where") == "after" and mine.get("pid") == 0 and allred.world.current().generation == 1:
+            fail(mine["how"])
         if opt.interrupted:
             note(event="interrupted", step=step)
         else:
@@ -139,7 +147,7 @@ def main():
         "pid": os.getpid(), "rank": allred.rank(), "size": allred.size(), "step": opt.global_step,
         "digest": allred.nest.digest(params), "head": flat[:9].tolist(), "descriptors": descriptors,
         "mappings": mappings, "pages": pages, "attempts": attempts,
-        "calls": count.calls, "values": count.values,
+        "calls": count.calls, "total": count.total,
         "world": allred.world.current().generation, "summary": opt.summary(),
     }  # fmt: skip
     with open(f"{given['directory']}/result-{os.getpid()}", "w") as file:
