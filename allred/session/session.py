@@ -91,7 +91,7 @@ class Session:
         self._in_step = self._entered = self._done = False
         self._is_ending = False  # whether the end of a step has begun, and not all hooks have returned
         self._hooks_called = 0  # at the end of the current step
-        # Of an elastic job: step and values of the last report; the logged values of a step that ended while the ranks
+        # In an elastic job: step and values of the last report; the logged values of a step that ended while the ranks
         # changed; the values for its hooks.
         self._reported: tuple[int, dict[str, float]] = (-1, {})
         self._left_step: tuple[int, dict[str, float], float | None] | None = None
