@@ -3,6 +3,7 @@ global batch. Without drop_last every sample of an epoch is used exactly once, o
 padded."""
 
 import collections
+import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from allred.data.loader import (
     Position,
     Sampler,
     check_batch_size,
+    fetch_now,
     rank_slice,
     resolve_rank,
 )
@@ -75,6 +77,7 @@ class DistributedBatchSampler(Loader):
         size: int | None = None,
     ) -> None:
         name = "DistributedBatchSampler"
+        self.follows_ranks = rank is None and size is None
         rank, size = resolve_rank(name, rank, size)
         rows = integer(f"{name}: data", len(data) if hasattr(data, "__len__") else data, 0)
         if rows < size:
@@ -122,8 +125,13 @@ class DistributedBatchSampler(Loader):
 
     def _iterate_lazily(self) -> Iterator[list[int]]:
         """Iterate; the position is used at the first batch, because torch's DataLoader creates an iterator that it does
-        not use."""
-        yield from super().__iter__()
+        not use. A loader may fetch ahead. Then only `follow` knows the position of the program, so an elastic job does
+        not go on in a loop without it."""
+        yield from self._iterate_from(self.take_start(), fetch_now)
+
+    def take_ranks(self, rank: int, size: int) -> None:
+        super().take_ranks(rank, size)
+        self._sampler = dataclasses.replace(self._sampler, joins_below=size)
 
     def follow(self, batches: Iterable[T]) -> Iterator[T]:
         """Iterate over the batches of a loader that uses this sampler. The position and the number of samples are those

@@ -232,6 +232,12 @@ Fetched = Generator[tuple[BatchSpec, Any], None, None]
 Fetch = Callable[[Iterable[BatchSpec], Load], Fetched]
 
 
+def fetch_now(specs: Iterable[BatchSpec], load: Load) -> Fetched:
+    """Make each batch when it is asked for."""
+    for spec in specs:
+        yield spec, load(spec.input)
+
+
 class Loader:
     """Iterable of this rank's batches; it can be iterated several times. `state_dict` returns its position."""
 
@@ -252,14 +258,18 @@ class Loader:
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[Any]:
-        return self.iterate(lambda specs, load: ((spec, load(spec.input)) for spec in specs))
+        return self.iterate(fetch_now)
 
     def iterate(self, fetch: Fetch) -> Iterator[Any]:
         """Iterate over batches that `fetch` makes from their specifications."""
-        start, self._start = self._start, BEGIN
-        here = world.current_or_none()
+        start, here = self.take_start(), world.current_or_none()
         recovery = here.recovery if here is not None and self.follows_ranks else None
         return self._iterate_from(start, fetch) if recovery is None else self._follow(start, fetch, recovery)
+
+    def take_start(self) -> Position:
+        """Return where the next iteration starts; the one after it starts at the beginning."""
+        start, self._start = self._start, BEGIN
+        return start
 
     def _iterate_from(self, start: Position, fetch: Fetch) -> Generator[Any, None, None]:
         where = f"epoch {start.epoch}, sample {start.samples}"
@@ -274,7 +284,7 @@ class Loader:
         try:
             while loop.committed is not None:
                 loop.position, generation = loop.committed, recovery.generation
-                self.rank, self.size = topology.rank(), topology.size()  # they may have changed since it was made
+                self.take_ranks(topology.rank(), topology.size())  # they may have changed since it was made
                 with contextlib.closing(self._iterate_from(loop.committed, fetch)) as batches:
                     for batch in batches:
                         loop.position, loop.steps = self._position, 0
@@ -287,6 +297,10 @@ class Loader:
                     recovery.form_for(loop)
         finally:
             recovery.end_loop(loop)
+
+    def take_ranks(self, rank: int, size: int) -> None:
+        """Yield the share of this rank from now on."""
+        self.rank, self.size = rank, size
 
     def check_repeatable(self) -> None:
         """Raise InputError if it cannot be iterated again from an earlier position."""

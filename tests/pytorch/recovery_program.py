@@ -1,7 +1,8 @@
 """The program of test_recovery.py: a torch model in a job of `allred run --elastic`.
 
 DIRECTORY: where each process writes result-PID at its end. KILL: "rank,step": this rank of the first world is killed
-in the backward pass or in the update of this step, according to WHERE. SESSION: use a session. EPOCHS.
+in the backward pass or in the update of this step, according to WHERE. SESSION: use a session. EPOCHS. WORKERS: use
+torch's DataLoader with this number of workers.
 """
 
 import contextlib
@@ -57,7 +58,14 @@ def main():
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.5)
     rank, step = map(int, os.environ.get("KILL", "-1,-1").split(","))
     where = os.environ.get("WHERE", "backward")
-    batches = allred.data.batches(*data(), batch_size=BATCH, epochs=int(os.environ["EPOCHS"]))
+    batches, epochs = data(), int(os.environ["EPOCHS"])
+    if "WORKERS" in os.environ:
+        tracked = sampler = allred.data.DistributedBatchSampler(ROWS, batch_size=BATCH, epochs=epochs)
+        dataset = torch.utils.data.TensorDataset(*map(torch.from_numpy, batches))
+        workers = int(os.environ["WORKERS"])
+        batches = torch.utils.data.DataLoader(dataset, batch_sampler=sampler, num_workers=workers)
+    else:
+        tracked = batches = allred.data.batches(*batches, batch_size=BATCH, epochs=epochs)
     lost = 0
 
     def dies_at(place):
@@ -74,13 +82,14 @@ def main():
         if "SESSION" in os.environ:
             session = allred.Session(os.environ["SESSION"], save_steps=5, log_steps=None)
             stack.enter_context(session)
-            session.track(params=model, optimizer=optimizer, data=batches, scheduler=scheduler)
+            session.track(params=model, optimizer=optimizer, data=tracked, scheduler=scheduler)
             loop = session.steps(batches)
         else:
             optimizer.allred.broadcast(model)
+            loop = sampler.follow(batches) if "WORKERS" in os.environ else batches
         for x, y in loop:
             optimizer.zero_grad()
-            torch.nn.functional.mse_loss(model(torch.from_numpy(x)), torch.from_numpy(y)).backward()
+            torch.nn.functional.mse_loss(model(torch.as_tensor(x)), torch.as_tensor(y)).backward()
             if dies_at("update"):
                 os.kill(os.getpid(), signal.SIGKILL)
             optimizer.step()

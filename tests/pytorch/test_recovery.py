@@ -1,4 +1,4 @@
-"""Torch optimizers in a job of `allred run --elastic`: a rank dies, and the others go on.
+"""Torch optimizers in a job of `allred run --elastic`: a rank dies, and the others go on. About 25 s in two processes.
 
 tests/integration/test_elastic.py has the deaths, and what ranks without torch compute.
 """
@@ -15,6 +15,7 @@ from allred.testing.job_runner import run
 
 PROGRAM = pathlib.Path(recovery_program.__file__)
 EPOCHS = 3
+full = pytest.mark.full
 STEPS = EPOCHS * recovery_program.ROWS // recovery_program.BATCH
 
 
@@ -37,8 +38,8 @@ def check(result, found, ranks):
         np.testing.assert_allclose(parameter, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("overlap", ["always", "never"])
-@pytest.mark.parametrize("where", ["backward", pytest.param("update", marks=pytest.mark.full)])
+@pytest.mark.parametrize("overlap", ["always", pytest.param("never", marks=full)])
+@pytest.mark.parametrize("where", ["backward", pytest.param("update", marks=full)])
 def test_the_others_go_on(overlap, where, tmp_path):
     result, found = train(tmp_path, "-np", 3, KILL="1,8", WHERE=where, ALLRED_OVERLAP=overlap)
     check(result, found, 2)
@@ -46,7 +47,7 @@ def test_the_others_go_on(overlap, where, tmp_path):
     assert where == "update" or {each["lost"] for each in found} == {1}, (found, result.text)
 
 
-@pytest.mark.parametrize("step", [8, *(pytest.param(step, marks=pytest.mark.full) for step in (1, STEPS))])
+@pytest.mark.parametrize("step", [8, *(pytest.param(step, marks=full) for step in (1, STEPS))])
 def test_a_spare_receives_model_and_optimizer(step, tmp_path):
     env = {"KILL": f"0,{step}", "SESSION": str(tmp_path / "ckpt")}
     result, found = train(tmp_path, "-np", 2, "--spares", 1, **env)
@@ -55,7 +56,7 @@ def test_a_spare_receives_model_and_optimizer(step, tmp_path):
     assert "2 ranks go on, 1 of them new" in result.err, result.text
 
 
-@pytest.mark.parametrize("killed", ["0", "1"])
+@pytest.mark.parametrize("killed", [pytest.param("0", marks=full), "1"])
 def test_the_processes_of_hvd_elastic_go_on_from_the_last_commit(killed, tmp_path):
     """Each sample is counted once in each epoch; updates after the last commit are not."""
     program = PROGRAM.with_name("recovery_horovod_program.py")
@@ -65,3 +66,13 @@ def test_the_processes_of_hvd_elastic_go_on_from_the_last_commit(killed, tmp_pat
     for each in found:
         assert each["seen"] == [3.0] * 60, (each, result.text)
         assert each["weight"] == found[0]["weight"], result.text
+
+
+@pytest.mark.parametrize("has_session", [pytest.param(False, marks=full), True])
+@pytest.mark.parametrize("workers", ["2", pytest.param("0", marks=full)])
+def test_a_data_loader_starts_again_behind_the_last_step(workers, has_session, tmp_path):
+    """The workers fetch ahead; the position is that of the batches that the program has received."""
+    env = {"SESSION": str(tmp_path / "ckpt")} if has_session else {}
+    spares = ["--spares", 1] if has_session else []  # without it a spare would lack the state of the scheduler
+    result, found = train(tmp_path, "-np", 3, *spares, KILL="1,14", WORKERS=workers, **env)
+    check(result, found, 3 if has_session else 2)
