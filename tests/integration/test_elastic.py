@@ -1,4 +1,4 @@
-"""`allred run --elastic`: deaths, and what the ranks that go on compute. About 70 s in one process."""
+"""`allred run --elastic`: deaths, and what the ranks that go on compute. About 50 s in one process."""
 
 import collections
 import contextlib
@@ -197,7 +197,7 @@ def test_spares_end_with_the_training(tmp_path):
     assert result.err.count("\n") == 1, result.text
 
 
-@pytest.mark.parametrize("has_session", [False, True])
+@pytest.mark.parametrize("has_session", [pytest.param(False, marks=full), True])
 def test_a_job_is_resized(has_session, tmp_path):
     """`allred resize` while the job trains: one more process, then two fewer. Those that leave end with success."""
     words = ["-m", "allred", "resize", "tested"]
@@ -306,6 +306,7 @@ def test_a_loop_without_steps_raises_that_the_ranks_change(tmp_path):
     assert sorted(result.out.splitlines()) == ["raised 1 on 0 of 2", "raised 1 on 1 of 2"], result.text
 
 
+@full
 def test_one_rank_may_end_much_later(tmp_path):
     """The others have ended for longer than the time limit. A spare does not take their place."""
     code = "import time, allred\nallred.init(banner=False)\nopt = allred.distributed(allred.optim.SGD(lr=0.1))\n"
@@ -503,6 +504,7 @@ print(opt.global_step, lost, round(float(w["a"][0]), 9), round(float(w["b"][-1])
     assert result.out.splitlines() == ["10 1 -39.5 -39.5"] * 2, result.text
 
 
+@full
 def test_a_rank_that_has_failed_and_does_not_end_is_killed(tmp_path):
     code = (
         START + "import threading\nif allred.rank() == 1:\n    threading.Thread(target=time.sleep, args=[60]).start()\n"
