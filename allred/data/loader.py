@@ -245,7 +245,7 @@ class Loader:
     epochs: int
     drop_last: bool
     function: str  # the public function that returns this loader
-    follows_ranks = False  # whether its shares are those of this rank, also after the ranks have changed
+    follows_ranks = False  # whether it yields the shares of this rank, also after the ranks have changed
 
     def __init__(self, rank: int, size: int, load: Load, identity: dict[str, Any]) -> None:
         """load: picklable function that makes a batch. identity: values that a saved position is valid for."""

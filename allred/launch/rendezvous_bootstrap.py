@@ -93,14 +93,11 @@ class TaskConnection(abc.ABC):
     """The connection of this task to a process that passes values between the tasks. Each of them is a rank.
 
     rank, size: of this task, and the number of tasks. tasks: the names of all, or none. limit_s: how long an exchange
-    may take, in seconds. warn_s: after this time, print a warning. lifeline: the descriptor of the connection that
-    reports the end of this task; -1: there is none. uses_mpi: whether the tasks have started MPI with it.
+    may take, in seconds. warn_s: after this time, print a warning.
     """
 
     rank: int
     size: int
-    lifeline = -1
-    uses_mpi = False
 
     def __init__(self, limit_s: float, tasks: tuple[str, ...] = ()) -> None:
         self.tasks, self.limit_s, self.warn_s = tasks, limit_s, math.inf
@@ -113,10 +110,6 @@ class TaskConnection(abc.ABC):
     @abc.abstractmethod
     def own_host(self) -> str:
         """The address of this host in the network of the other tasks."""
-
-    @abc.abstractmethod
-    def report(self, word: str) -> None:
-        """Report "starts": this task waits for the others, and hears of their ends; or "up": the watchers run."""
 
     @abc.abstractmethod
     def _send(self, line: str) -> None: ...
@@ -180,7 +173,10 @@ class TaskConnection(abc.ABC):
 
 
 class RendezvousConnection(TaskConnection):
-    """The connection of this task to the rendezvous process."""
+    """The connection of this task to the rendezvous process. lifeline: the descriptor of the connection that reports
+    the end of this task. uses_mpi: whether the tasks have started MPI with it."""
+
+    uses_mpi = False
 
     def __init__(self, joined: Joined, limit_s: float, tasks: tuple[str, ...] = ()) -> None:
         super().__init__(limit_s, tasks)
@@ -198,6 +194,7 @@ class RendezvousConnection(TaskConnection):
         return str(self._channel.connection.getsockname()[0])
 
     def report(self, word: str) -> None:
+        """Report "starts": this task waits for the others, and hears of their ends; or "up": the watchers run."""
         with contextlib.suppress(OSError):  # the process has ended; the next exchange reports it
             self._kept[0].sendall(f"{word}\n".encode())
 

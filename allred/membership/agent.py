@@ -46,10 +46,10 @@ from allred.launcher_variables import AGENT
 from allred.membership.agent_process import NEVER, AgentProcess, prepare
 from allred.runtime.channel import Channel, connect
 from allred.runtime.loop import Loop
-from allred.runtime.timings import HEARTBEAT_PERIOD_S, HELLO_S, LEASE_S, LEAVE_S, RETRY_S
+from allred.runtime.timings import HEARTBEAT_PERIOD_S, LEASE_S, LEAVE_S, RETRY_S
 from allred.watch import process_state
 from allred.watch.process import Watcher
-from allred.watch.rank import owner
+from allred.watch.rank import accept, owner
 from allred.watch.records import WatcherSettings
 
 Message = dict[str, Any]
@@ -156,31 +156,24 @@ class Agent:
     # Processes.
 
     def _accept(self, listening: socket.socket) -> None:
-        try:
-            connection, _ = listening.accept()
-        except OSError:  # the process has closed the connection, or there are too many open files
+        if (found := accept(listening, 2)) is None:
             return
+        connection, hello, files = found
         try:
-            pid, user = owner(connection)
-            if user != os.geteuid():
-                raise ValueError
-            connection.settimeout(HELLO_S)
-            data, files, _, _ = socket.recv_fds(connection, 4096, 2)
-            hello = json.loads(data)
             process, pidfd, page = self._processes[hello["name"]], *files
             process.page = mmap.mmap(page, mmap.PAGESIZE)
             os.close(page)
         except (OSError, ValueError, KeyError, TypeError):
             return connection.close()
-        process.rank_pid = pid
-        if pid == process.popen.pid:
+        process.rank_pid, _ = owner(connection)
+        if process.rank_pid == process.popen.pid:
             os.close(pidfd)
         else:
             process.rank_pidfd = pidfd
             self._loop.on_input(pidfd, functools.partial(self._end, process))
         process.channel = Channel(connection)
         process.channel.serve(self._loop, functools.partial(self._report, process), lambda error: None)
-        self._run.send({"from": process.name, "pid": pid})
+        self._run.send({"from": process.name, "pid": process.rank_pid})
 
     def _report(self, process: AgentProcess, messages: list[Message]) -> None:
         for message in messages:

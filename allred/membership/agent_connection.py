@@ -50,9 +50,6 @@ class AgentConnection(TaskConnection):
     def own_host(self) -> str:
         return self._host
 
-    def report(self, word: str) -> None:
-        """There is nothing to report: the agent sees the end of this process."""
-
     def send(self, message: agreement.Report | None) -> None:
         """Send a message of the agreement."""
         if message is not None:

@@ -44,7 +44,7 @@ class _JobProcess:
 
 
 class _AgentLink:
-    """The agent of a host, and the number of processes that it starts first."""
+    """The agent of a host. heard_at: when its last message came, in seconds of time.monotonic(); 0: none has."""
 
     def __init__(self, host: str, popen: "subprocess.Popen[str]") -> None:
         self.host, self.popen = host, popen

@@ -10,7 +10,6 @@ its own ranks, and then its launcher.
 
 import contextlib
 import functools
-import json
 import os
 import secrets
 import signal
@@ -26,7 +25,7 @@ from allred.watch.heartbeat import Heartbeat
 from allred.watch.job_state import JobState
 from allred.watch.job_status import LAST, JobStatus
 from allred.watch.launchers import Launchers
-from allred.watch.rank import WatchedRank, owner
+from allred.watch.rank import WatchedRank, accept
 from allred.watch.records import Event, WatcherSettings
 
 PURPOSE = "watcher"  # of the channels between watchers
@@ -158,16 +157,10 @@ class Watcher:
     # Ranks of this node.
 
     def _accept_rank(self, listening: socket.socket) -> None:
-        try:
-            connection, _ = listening.accept()
-        except OSError:  # the rank has closed the connection, or there are too many open files
+        if (found := accept(listening, 3)) is None:
             return
+        connection, hello, files = found
         try:
-            if owner(connection)[1] != os.geteuid():
-                raise ValueError
-            connection.settimeout(timings.HELLO_S)
-            data, files, _, _ = socket.recv_fds(connection, timings.EVENT_BYTES, 3)
-            hello = json.loads(data)
             if not secrets.compare_digest(hello["token"], self._settings.token):
                 raise ValueError
             rank = WatchedRank(connection, hello, *files)

@@ -9,7 +9,7 @@ import time
 
 from allred.counters import CountersReader
 from allred.runtime.loop import Loop
-from allred.runtime.timings import EVENT_BYTES
+from allred.runtime.timings import EVENT_BYTES, HELLO_S
 from allred.watch import process_state
 from allred.watch.records import Event
 
@@ -21,6 +21,23 @@ def owner(connection: socket.socket) -> tuple[int, int]:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, user, _ = struct.unpack("3i", credentials)
     return pid, user
+
+
+def accept(listening: socket.socket, most_files: int) -> tuple[socket.socket, Event, list[int]] | None:
+    """Accept a process of this user, and receive its first message, JSON, with descriptors. None if that fails."""
+    try:
+        connection, _ = listening.accept()
+    except OSError:  # the process has closed the connection, or there are too many open files
+        return None
+    try:
+        if owner(connection)[1] != os.geteuid():
+            raise ValueError
+        connection.settimeout(HELLO_S)
+        data, files, _, _ = socket.recv_fds(connection, EVENT_BYTES, most_files)
+        return connection, json.loads(data), files
+    except (OSError, ValueError):
+        connection.close()
+        return None
 
 
 class WatchedRank:

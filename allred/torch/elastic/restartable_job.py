@@ -225,7 +225,7 @@ class _CommittedState:
         return ""
 
     def keep_settings(self) -> None:
-        """`restore` returns to those of the commit."""
+        """There is nothing to keep: `restore` loads the settings of the commit."""
 
     def begin_world(self) -> None:
         """There is nothing to forget."""
