@@ -50,7 +50,7 @@ class DataFeed:
 
     def should_stop(self) -> bool:
         """Return whether there are no more rows. Waits until rows arrive, or the driver calls shutdown()."""
-        while not self._rows and not self._is_over:
+        while not self._rows and (self._is_at_feed_end or not self._is_over):
             self._fill(1)
             if self._is_at_feed_end and not self._rows:
                 self._is_at_feed_end = False
@@ -112,10 +112,11 @@ class DataFeed:
             self._unanswered, self._results = None, []
 
     def terminate(self) -> None:
-        """Read no more rows: the driver's train() returns, and should_stop() is True."""
+        """Read no more rows. Then should_stop() joins the other workers, as at the end of a feed, and is True; the
+        driver's train() returns when all workers have stopped or have read their rows."""
         self._channel.send({"kind": "terminate"})
         self._pieces.clear()
-        self._rows, self._batches, self._is_over = 0, None, True
+        self._rows, self._batches, self._is_over, self._is_at_feed_end = 0, None, True, self._train
 
     def _fill(self, rows: int) -> None:
         """Read until `rows` rows are there, or there are no more; in inference until the end of the partition."""

@@ -92,6 +92,9 @@ class _Partition:
                 "every executor needs a worker: set num_executors to the number of executors, and spark.executor.cores "
                 "to spark.task.cpus"
             )
+        # Tasks that ask at the same time find all workers idle. Each partition then takes another worker.
+        first = self.number % len(self._workers)
+        self._workers = self._workers[first:] + self._workers[:first]
         self._channel: Channel | None = None  # to the worker
 
     def __enter__(self) -> "_Partition":

@@ -168,6 +168,27 @@ def test_a_worker_may_stop_early(spark, sc, tmp_path):
     assert [(tmp_path / str(index)).read_text() for index in range(2)] == ["30", "30"]
 
 
+def test_a_worker_stops_early_while_another_has_no_rows(spark, sc, tmp_path):
+    """The second worker is in join() when the first one stops."""
+
+    def stop(args, ctx):
+        allred.init()
+        params = {"w": np.zeros(1)}
+        opt = allred.distributed(allred.optim.SGD(lr=1.0))
+        opt.broadcast(params)
+        feed = ctx.get_data_feed()
+        for steps, _ in enumerate(feed.batches(10), 1):
+            opt.step(params, {"w": np.ones(1)})
+            if steps == 3:
+                feed.terminate()
+        (tmp_path / str(ctx.task_index)).write_text(str(params["w"][0]))
+
+    cluster = start(sc, stop, {}, 2)
+    cluster.train(spark.range(0, 1000, 1, 1))
+    cluster.shutdown()
+    assert [(tmp_path / str(index)).read_text() for index in range(2)] == ["-3.0", "-3.0"]
+
+
 def test_a_failing_worker_ends_the_feed_with_its_traceback(spark, sc):
     def fail(args, ctx):
         allred.init()
