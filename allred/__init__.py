@@ -35,6 +35,7 @@ _NAMES_BY_MODULE = {
         "AllredError CheckpointError CollectiveTimeout ConfigError DataError DriftError InputError MismatchError "
         "NonFiniteError NotInitializedError RanksChanged RemoteRankError ShutdownError"
     ),
+    "allred.membership.recovery": "recover",
     "allred.modes.clipping": "GradScaler",
     "allred.modes.decorator": "distributed",
     "allred.modes.optimizer": "DistributedOptimizer",

@@ -79,6 +79,7 @@ from allred.errors import (
     RemoteRankError,
     ShutdownError,
 )
+from allred.membership.recovery import recover
 from allred.modes.clipping import GradScaler
 from allred.modes.decorator import distributed
 from allred.modes.optimizer import DistributedOptimizer
@@ -103,7 +104,7 @@ __all__ = [
     "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_object", "connect", "cross_rank", "cross_size",
     "cumsum", "data", "device", "digest", "distributed", "empty", "empty_like", "gather", "grouped_allreduce",
     "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_", "init", "is_chief", "is_initialized",
-    "job_name", "join", "local_rank", "local_size", "optim", "patience", "poll", "rank", "recv", "recv_async",
-    "reduce", "reducescatter", "reducescatter_async", "replica_device_setter", "scatter", "send", "send_async",
-    "shutdown", "size", "statistics", "synchronize", "task_index", "variable", "world_rank", "world_size",
+    "job_name", "join", "local_rank", "local_size", "optim", "patience", "poll", "rank", "recover", "recv",
+    "recv_async", "reduce", "reducescatter", "reducescatter_async", "replica_device_setter", "scatter", "send",
+    "send_async", "shutdown", "size", "statistics", "synchronize", "task_index", "variable", "world_rank", "world_size",
 ]  # fmt: skip

@@ -24,11 +24,19 @@ T = TypeVar("T")
 _NOBODY = -1  # not a rank
 
 
-class RecoverableOptimizer(Protocol):
-    """The methods of a distributed optimizer that `Recovery` calls."""
+class Follower(Protocol):
+    """An object that has to know when a new world begins."""
+
+    def begin_world(self) -> None:
+        """Forget what belongs to the last world."""
+
+
+class RecoverableOptimizer(Follower, Protocol):
+    """The methods of a distributed optimizer that `Recovery` calls. checks_operations: see `may_lose_operations`."""
 
     name: str
     interrupted: bool
+    checks_operations: bool
 
     @property
     def global_step(self) -> int: ...
@@ -100,7 +108,9 @@ class Recovery:
         self._session: RecoverableSession | None = None
         self._is_set_up_together = False  # inside of `set_up`
         self._commits: RecoverableOptimizer | None = None  # see `begin_commits`
-        self._others = WeakSet[RecoverableOptimizer]()  # optimizers of a training with commits
+        self._followers = WeakSet[Follower]()  # what begins each world, beside `_optimizer`
+        self._torn: Exception | None = None  # the error of an operation of this world that has completed without result
+        self._is_noticed = False  # the program may have seen RanksChanged of this world
         self._begun, self._loops = 0, dict[int, FollowedLoop]()  # running ones, by index
         self._received: _LoopState | None = None  # of the source, if this process has joined later
 
@@ -130,14 +140,15 @@ class Recovery:
     def _rejoin(self) -> None:
         self._halt()
         self.join()
-        for each in filter(None, (self._optimizer, *self._others)):
+        for each in filter(None, (self._optimizer, *self._followers)):
             each.begin_world()
         if self._session is not None:
             self._session.return_to_kept()
 
     def _halt(self) -> None:
         self._leave()
-        self._lost = None
+        self._lost = self._torn = None
+        self._is_noticed = False
         self._connection.send(self._member.halted())
 
     @property
@@ -152,7 +163,9 @@ class Recovery:
 
     def error(self) -> RanksChanged | None:
         """Return the error of a wait; None if the ranks do not change."""
-        return self._lost or self._connection.error()
+        found = self._lost or self._connection.error()
+        self._is_noticed = self._is_noticed or found is not None
+        return found
 
     def lose_connection(self, error: Exception) -> RanksChanged:
         """A connection to another rank has failed. Return the error of the wait: this process leaves its world."""
@@ -171,6 +184,17 @@ class Recovery:
     def report_failure(self, code: int, words: str) -> None:
         """Report that this process is about to end with this exit code. words: the last line of the traceback."""
         self._connection.report_failure(code, words)
+
+    def check_state(self) -> None:
+        """Raise InputError unless the state of the training is known."""
+        if self._optimizer is None:
+            raise InputError(
+                "recover(): call broadcast(params) of the optimizer, or session.track, before the training"
+            )
+
+    def follow(self, follower: "Follower") -> None:
+        """Let an object begin each new world. It is not kept alive."""
+        self._followers.add(follower)
 
     # State.
 
@@ -222,7 +246,7 @@ class Recovery:
     def use(self, optimizer: RecoverableOptimizer, params: Any) -> None:
         """Note the optimizer and the parameters of the training. Raises InputError if they cannot be recovered."""
         if self._commits is not None:
-            self._others.add(optimizer)
+            self.follow(optimizer)
             return
         if self._optimizer is not optimizer:
             if self._optimizer is not None:
@@ -301,6 +325,20 @@ class Recovery:
         for loop in self._loops.values():
             loop.steps += 1
 
+    @property
+    def may_lose_operations(self) -> bool:
+        """Whether the optimizer calls `check_operations` in each step."""
+        return self._optimizer is not None and self._optimizer.checks_operations
+
+    def lose_operation(self, error: Exception) -> None:
+        """An operation of the step completes without its result: the step must be lost, by `check_operations`."""
+        self._torn = self._torn or error
+
+    def check_operations(self) -> None:
+        """Raise RanksChanged if an operation of this world has completed without its result."""
+        if self._torn is not None:
+            raise self._torn
+
     def absorbs(self) -> bool:
         """Whether RanksChanged needs not be raised to the program: a loop over batches will form the next world, and
         repeat the lost step with its whole batch. Not if a batch has several steps, or the loop is not continued."""
@@ -340,9 +378,10 @@ class Recovery:
         return loop
 
     def form_for(self, loop: FollowedLoop) -> None:
-        """As `form`, before the next batch of a loop. Raises RanksChanged if its latest batch had no step: it is no
-        loop of the training, and the results of the program would have some batches twice."""
-        if not loop.steps:
+        """As `form`, before the next batch of a loop. Raises RanksChanged if its latest batch had no step, and the
+        program has not caught this error: it is no loop of the training, and the results of the program would have some
+        batches twice."""
+        if self._optimizer is None or not (loop.steps or self._is_noticed):
             error = self.error()
             assert error is not None
             raise error
@@ -356,3 +395,27 @@ def current() -> Recovery | None:
     """Return the recovery of this process; None if its job is not elastic."""
     here = world.current_or_none()
     return None if here is None else here.recovery
+
+
+def recover() -> None:
+    """Form the next world of a job of `allred run --elastic`, after `RanksChanged`. Collective: all ranks that are left
+    call it, or come to the next batch of a loop over `allred.data`.
+
+        while opt.global_step < steps:
+            x, y = share_of(opt.global_step, allred.rank(), allred.size())
+            try:
+                opt.step(params, gradients(params, x, y))
+            except allred.RanksChanged:
+                allred.recover()
+
+    Afterwards all ranks have the same parameters, state of the optimizer and `opt.global_step`; `allred.rank()` and
+    `allred.size()` have new values. Loops over `allred.data` call it themselves. No effect if the ranks do not change.
+
+    Raises InputError without `allred run --elastic`, and before `broadcast` or `session.track`.
+    """
+    recovery = current()
+    if recovery is None:
+        raise InputError("recover(): the ranks of this job cannot change; start it by `allred run --elastic`")
+    if recovery.is_due:
+        recovery.check_state()
+        recovery.form()

@@ -207,6 +207,13 @@ class SyncMode(Mode):
             self._end(given, used)
         return used is not None
 
+    def count_step(self, communicator: Communicator) -> None:
+        """Count a step whose gradients the program has averaged. `commit` follows, with the update."""
+        self._timer.begin(communicator)
+        self._checks.steps += 1
+        self._checks.end(True)
+        self._timer.end(communicator, 0, self.global_step, 0)
+
     def _end(self, given: StepInput, used: bool) -> None:
         """End a step. used: whether the gradients are used."""
         communicator, timer = given.communicator, self._timer

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from allred import arena, log, world
-from allred.comm.ops import ReduceOp
+from allred.comm.ops import Compression, ReduceOp
 from allred.data.loader import claim_samples
 from allred.errors import AllredError, InputError, RanksChanged
 from allred.modes.clipping import UpdateClipper
@@ -94,6 +94,7 @@ class HookedOptimizer(ModuleCheckpoints):
         self._kept: list[dict[str, Any]] = []  # the settings of the groups when a step was lost
         self.reduction_agreement = ReductionAgreement(options.title)
         self._is_local = False  # inside of no_sync()
+        self._averages = True  # else DistributedDataParallel does
         self._marks = options.op is not ReduceOp.AVERAGE or options.scaler is not None  # gradients are reduced once
         # The parameters when sparse gradients were agreed on; None: not yet.
         self._agreed_layout: tuple[Any, ...] | None = None
@@ -128,7 +129,8 @@ class HookedOptimizer(ModuleCheckpoints):
 
     def add_hooks(self) -> None:
         """Internal: attach hooks to parameters that have none."""
-        self._hooks.add(self, self._adapter.named_parameters())
+        if self._averages:
+            self._hooks.add(self, self._adapter.named_parameters())
 
     def detach(self) -> None:
         """Remove the hooks: the optimizer is that of torch again, and each rank trains alone. Call it on all ranks.
@@ -274,7 +276,10 @@ class HookedOptimizer(ModuleCheckpoints):
 
     def _reduce_or_discard(self) -> None:
         try:
-            self._reduce_all()
+            if self._averages:
+                self._reduce_all()
+            else:
+                self._count_step()
         except AllredError:
             self._discard_step()
             raise
@@ -309,6 +314,32 @@ class HookedOptimizer(ModuleCheckpoints):
         if self._marks and not mode.was_skipped:
             mark_reduced(self._trained())
         adapter.release_gradients()
+
+    def leave_averaging(self) -> None:
+        """Internal: average no gradients any more, because DistributedDataParallel does. Raises InputError for
+        arguments that have no effect then."""
+        options = self._options
+        given = {
+            "op": options.op is not ReduceOp.AVERAGE, "accumulate": options.accumulate > 1,
+            "process_set": options.process_set is not None, "scaler": options.scaler is not None,
+            "compression": options.compression is not Compression.none, "nonfinite": options.nonfinite is not None,
+        }  # fmt: skip
+        if wrong := [name for name, is_given in given.items() if is_given]:
+            raise InputError(
+                f"{self.name}: {', '.join(wrong)} of allred.distributed has no effect on gradients that "
+                "DistributedDataParallel averages; leave it out, or pass the module inside of it"
+            )
+        self._averages, self.checks_operations = False, True
+        self._hooks.remove()
+
+    def _count_step(self) -> None:
+        """Count a step whose gradients DistributedDataParallel has averaged."""
+        if (recovery := world.current().recovery) is not None:
+            recovery.check_operations()
+        with contextlib.suppress(InputError):  # nobody needs the number of samples
+            claim_samples(self.samples)
+        self._sync_mode().count_step(self._communicator())
+        self._next.is_reduced = True
 
     def _reduce_input(self, problem: str, samples: int | None, mode: SyncMode) -> None:
         """Reduce gradients that may differ from those of the last step in anything. problem: of the backward pass."""
@@ -497,6 +528,8 @@ class HookedOptimizer(ModuleCheckpoints):
         found = ["accumulate"] * (self._gradients_of_step > 1) + [
             "an optimizer with a closure"
         ] * self._adapter.calls_closure
+        if self._adapter.has_parts:
+            found.append("parameters that FSDP splits over the ranks (a death loses a part of them)")
         return ", ".join([*found, *filter(None, [super().refusal()])])
 
     def keep_settings(self) -> None:

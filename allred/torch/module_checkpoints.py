@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from allred import log
 from allred.comm import functions
@@ -104,9 +105,22 @@ class ModuleCheckpoints(DistributedOptimizer):
 
     _adapter: OptimizerAdapter
 
+    def module_of(self, params: Any) -> Any:
+        """Internal: return the module inside of a DistributedDataParallel, which averages the gradients of this
+        optimizer from then on; other parameters as they are."""
+        if isinstance(params, DistributedDataParallel):
+            self.leave_averaging()
+            return params.module
+        return params
+
+    def leave_averaging(self) -> None:
+        """Internal: average no gradients any more, because DistributedDataParallel does."""
+        raise NotImplementedError
+
     def nest_of(self, params: Any) -> Any:
         """Return parameters as a nest of arrays that share their memory. None: the parameters of this optimizer. A
         torch module: these, and in mode sync the buffers and other parameters of the module."""
+        params = self.module_of(params)
         if params is None:
             return self._adapter.views()
         if isinstance(params, torch.nn.Module):
@@ -128,6 +142,7 @@ class ModuleCheckpoints(DistributedOptimizer):
 
     def session_parts(self, params: Any) -> tuple[Any, dict[str, Any]]:
         """Internal: see `DistributedOptimizer`."""
+        params = self.module_of(params)
         if not isinstance(params, torch.nn.Module):
             return self.nest_of(params), {}
         others = self._untrained(params)
@@ -173,6 +188,7 @@ class ModuleCheckpoints(DistributedOptimizer):
             self._broadcast_objects(params, root)
 
     def broadcast_others(self, params: Any, root: int | None = None) -> None:
+        params = self.module_of(params)
         if isinstance(params, torch.nn.Module):
             for name, array in self._others_of(params).items():
                 functions.broadcast_(array, 0 if root is None else root, name)
@@ -181,6 +197,7 @@ class ModuleCheckpoints(DistributedOptimizer):
     def _broadcast_objects(self, params: Any, root: int | None) -> None:
         """Copy what `state_dict()` of a module returns beside its memory. Collective. Raises InputError on all ranks if
         it cannot be pickled."""
+        params = self.module_of(params)
         if not isinstance(params, torch.nn.Module):
             return
         untrained = self._untrained(params)

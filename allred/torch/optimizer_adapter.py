@@ -175,6 +175,12 @@ class OptimizerAdapter(Optimizer):
             self._parameters = [parameter for _, parameter in self._named]
         return self._named
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether parameters are split over the ranks, as those of FSDP."""
+        parameters = [parameter for _, parameter in self.named_parameters()]
+        return any(hasattr(parameter, "_local_tensor") or hasattr(parameter, "_fqns") for parameter in parameters)
+
     def views(self) -> dict[str, Any]:
         """Return {name: array over the memory} of all parameters."""
         return {name: self._view(name, parameter) for name, parameter in self.named_parameters()}

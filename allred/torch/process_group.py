@@ -25,8 +25,8 @@ from allred.arrays import amount, flat
 from allred.comm import process_set
 from allred.comm.communicator import Communicator
 from allred.comm.work import call_site
-from allred.errors import AllredError, InputError
-from allred.torch import arena_allocator, flight_recorder, group_operations, rendezvous, tool_events
+from allred.errors import AllredError, InputError, RanksChanged
+from allred.torch import arena_allocator, elastic_group, flight_recorder, group_operations, rendezvous, tool_events
 from allred.torch.group_operations import device_of, with_options
 from allred.torch.optimizer_hooks import uncompiled
 from allred.torch.tensors import as_raw_array
@@ -60,7 +60,10 @@ def create(options: Any) -> "ProcessGroupAllred":
             raise
     arena_allocator.install()
     timeout = options.timeout if options.timeout != dist.constants.default_pg_timeout else None
-    return ProcessGroupAllred(communicator, options.store, timeout)
+    group = ProcessGroupAllred(communicator, options.store, timeout)
+    if group.recovery is not None:
+        group.recovery.follow(group)
+    return group
 
 
 def operation(kind: str = "", takes_lists: bool = True) -> Callable[[Callable[..., TorchWork]], Callable[..., Any]]:
@@ -78,13 +81,23 @@ def operation(kind: str = "", takes_lists: bool = True) -> Callable[[Callable[..
             arguments += tuple(named.values())  # in the order of the parameters
             if (device := device_of(arguments)) != "cpu":
                 return getattr(self.device_group(device), method.__name__)(*arguments)
+            if self.recovery is not None and self.recovery.has_joined_later:
+                elastic_group.answer_to_joiner(method.__name__, arguments)
+                return TorchWork([], [], None)
             if kind and not (arguments and hasattr(arguments[-1], "timeout")):
                 arguments = with_options(arguments, takes_lists)
             event = tool_events.ToolEvent(self, method.__name__, arguments) if tool_events.watched() else None
             record = None if self.flight_record is None else self._record(method.__name__, arguments)
+            if self.recovery is not None:
+                self._on_loss = elastic_group.loss_handler(self.recovery, method.__name__, arguments)
             try:
                 try:
                     work = method(self, *arguments)
+                except RanksChanged as error:
+                    if self._on_loss is None:
+                        raise
+                    self._on_loss(error)
+                    work = TorchWork([], arguments[0], None)  # those of DDP in a step: outputs are the first argument
                 except InputError as error:
                     if kind:
                         self._raise_everywhere(kind, f"{method.__name__}()", error)
@@ -115,6 +128,8 @@ class ProcessGroupAllred(dist.ProcessGroup):
     def __init__(self, communicator: Communicator, store: Any, timeout: datetime.timedelta | None) -> None:
         super().__init__(communicator.rank, communicator.size)
         self.communicator = communicator
+        self.recovery = world.current().recovery  # in an elastic job; else None
+        self._on_loss: Callable[[Exception], None] | None = None  # of the operation that is being started
         self._store = store
         self._timeout_s = None if timeout is None else timeout.total_seconds()
         self.flight_record = flight_recorder.group_record(communicator, self._timeout_s)  # None: nothing is recorded
@@ -145,7 +160,9 @@ class ProcessGroupAllred(dist.ProcessGroup):
         parts = group_operations.allreduce(self.communicator, tensors, opts.reduceOp, blocking)
         if copies:
             parts = group_operations.with_copies(parts, [(each, tensors[0]) for each in copies])
-        return TorchWork(parts, copies or tensors, None) if blocking else self._start(parts, copies or tensors, opts)
+        if blocking:
+            return TorchWork(parts, copies or tensors, None, on_loss=self._on_loss)
+        return self._start(parts, copies or tensors, opts)
 
     @operation("allreduce")
     def reduce(self, tensors: Tensors, opts: Any) -> TorchWork:
@@ -350,7 +367,7 @@ class ProcessGroupAllred(dist.ProcessGroup):
                 self._unfinished[number] = work  # behind the others
         number = next(self._numbers)
         end = functools.partial(self._end, number)
-        made = self._unfinished[number] = TorchWork(parts, outputs, self._limit_of(opts), end)
+        made = self._unfinished[number] = TorchWork(parts, outputs, self._limit_of(opts), end, self._on_loss)
         return made
 
     def _end(self, number: int) -> None:
@@ -402,6 +419,20 @@ class ProcessGroupAllred(dist.ProcessGroup):
         if here is not None and self.communicator is not here.communicator:
             with contextlib.suppress(AllredError):
                 process_set.close(self.communicator)
+
+    def begin_world(self) -> None:
+        """Internal: take the ranks of the new world of an elastic job."""
+        self.communicator, self._on_loss = world.current().communicator, None
+        self.flight_record = flight_recorder.group_record(self.communicator, self._timeout_s)
+        self._unfinished.clear()
+        self._finished.clear()
+        elastic_group.begin_world(self)
+
+    def getRank(self) -> int:  # noqa: N802
+        return self.communicator.rank
+
+    def getSize(self) -> int:  # noqa: N802
+        return self.communicator.size
 
     def get_group_store(self) -> Any:
         return self._store

@@ -25,7 +25,7 @@ from torch._C import _distributed_c10d
 
 from allred import world
 from allred.comm.work import Work
-from allred.errors import AllredError, CollectiveTimeout, InputError
+from allred.errors import AllredError, CollectiveTimeout, InputError, RanksChanged
 from allred.torch.optimizer_hooks import uncompiled
 from allred.watch import exit_callbacks
 
@@ -105,7 +105,8 @@ class TorchWork(_distributed_c10d.Work):
 
     parts: the operations, until they are complete. outputs: the tensors that they write, kept alive until then.
     timeout_s: the time limit in seconds; None for the setting. on_end: called, possibly more than once, when nothing is
-    left to wait for.
+    left to wait for. on_loss: called if the ranks of an elastic job change before the operations are complete; then
+    they count as complete. None: this is an error.
     """
 
     def __init__(
@@ -114,9 +115,11 @@ class TorchWork(_distributed_c10d.Work):
         outputs: Sequence[torch.Tensor],
         timeout_s: float | None,
         on_end: Callable[[], object] = lambda: None,
+        on_loss: Callable[[Exception], None] | None = None,
     ) -> None:
         super().__init__()
         self.parts, self._outputs, self._timeout_s, self._on_end = list(parts), list(outputs), timeout_s, on_end
+        self._on_loss = on_loss
         self._started = time.perf_counter()
         self._error: BaseException | None = None
         self._failed: Work[Any] | Blocking | None = None  # the operation with this error, until a wait has raised it
@@ -163,7 +166,9 @@ class TorchWork(_distributed_c10d.Work):
                 del self.parts[0]
         except Exception as error:
             self._fail(error)
-            raise
+            if self._error is not None:
+                raise
+            return
         if not self.parts:
             self._set_future()
             self._on_end()
@@ -178,11 +183,16 @@ class TorchWork(_distributed_c10d.Work):
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        as_torch_error(error)
-        self._error = error
         for work, _ in self.parts[1:]:
             work.silence()
-        self.parts, self._outputs = [], []  # the error's frames refer to this object, and would keep the tensors
+        self.parts = []
+        if self._on_loss is not None and isinstance(error, RanksChanged):
+            self._failed = None
+            self._on_loss(error)
+        else:
+            as_torch_error(error)
+            self._error = error
+            self._outputs = []  # the error's frames refer to this object, and would keep the tensors
         self._set_future()
         self._on_end()
 

@@ -13,6 +13,7 @@ import time
 
 import numpy as np
 import pytest
+import recover_program
 from harness import BIN, full, run
 from hosts import hosts
 
@@ -304,6 +305,23 @@ def test_a_loop_without_steps_raises_that_the_ranks_change(tmp_path):
     )
     assert result.code == 0, result.text
     assert sorted(result.out.splitlines()) == ["raised 1 on 0 of 2", "raised 1 on 1 of 2"], result.text
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+@pytest.mark.parametrize("killed", [(0, 0), pytest.param((1, 9), marks=full)])
+def test_a_loop_of_the_program_calls_recover(killed, spares, tmp_path):
+    own = {
+        "XDG_RUNTIME_DIR": str(tmp_path), "RECOVER_PROGRAM": json.dumps({"directory": str(tmp_path), "kill": killed}),
+    }  # fmt: skip
+    words = ["-m", "allred", "run", "--elastic", "-np", 3, *["--spares", 1] * spares, HERE / "recover_program.py"]
+    result = run([BIN["mpich"] / "python", *words], 60, own, cwd=tmp_path)
+    assert result.code == 0, result.text
+    found = sorted((json.loads(path.read_text()) for path in tmp_path.glob("result-*")), key=lambda each: each["rank"])
+    assert [(each["rank"], each["size"]) for each in found] == [(rank, 2 + spares) for rank in range(2 + spares)]
+    assert sorted(each["recovered"] for each in found) == [0] * spares + [1, 1], (found, result.text)
+    for each in found:
+        assert each["w"] == found[0]["w"], result.text
+        np.testing.assert_allclose(each["w"], recover_program.serial(), rtol=1e-12)
 
 
 @full

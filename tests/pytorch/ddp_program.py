@@ -4,6 +4,7 @@ import contextlib
 import sys
 
 import group_case_runner
+import pytest
 import torch
 import torch.distributed as dist
 from group_case_runner import assert_same
@@ -12,6 +13,8 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+
+import allred
 
 STEPS = 3
 
@@ -71,6 +74,38 @@ def train(rank, group, net=None, hook=None, skips=(), syncs=None, bucket_cap_mb=
 
 def plain(rank, size):
     check_against_gloo(size, lambda group: train(rank, group))
+
+
+def session(rank, size):
+    """A distributed optimizer of a DDP leaves the averaging to it, and counts the steps of a session."""
+
+    def in_session(wrap):
+        net = Net()
+        model = DistributedDataParallel(net)
+        optimizer, sent = wrap(torch.optim.SGD(net.named_parameters(), lr=0.1, momentum=0.9)), []
+        model.register_comm_hook(None, lambda _, bucket: sent.append(1) or default_hooks.allreduce_hook(None, bucket))
+        with contextlib.ExitStack() as stack:
+            loop = batches(rank)
+            if wrap is allred.distributed:
+                session = stack.enter_context(allred.Session(log_steps=None, hooks=None))
+                session.track(params=model, optimizer=optimizer)
+                loop = session.steps(loop)
+            for x in loop:
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                gradients = [p.grad.clone() for p in net.parameters()]
+                optimizer.step()
+        assert len(sent) == STEPS  # of one bucket
+        assert wrap is not allred.distributed or (session.step, optimizer.allred.global_step) == (STEPS, STEPS)
+        return [*(p.detach() for p in net.parameters()), *net.buffers(), *gradients]
+
+    expected = in_session(lambda optimizer: optimizer)
+    for got, want in zip(in_session(allred.distributed), expected, strict=True):
+        assert torch.equal(got, want), (got, want)
+    model = DistributedDataParallel(Net())
+    wrong = allred.distributed(torch.optim.SGD(model.parameters(), lr=0.1), accumulate=2, op=allred.Sum)
+    with pytest.raises(allred.InputError, match=r"op, accumulate of allred.distributed has no effect on"):
+        wrong.allred.broadcast(model)
 
 
 def bucket_views(rank, size):

@@ -29,12 +29,12 @@ def train(directory, *words, program=PROGRAM, **env):
     return result, sorted(found, key=lambda each: each["rank"])
 
 
-def check(result, found, ranks):
+def check(result, found, ranks, halves=7):
     """All ranks have the parameters of a serial training."""
     assert [each["rank"] for each in found] == list(range(ranks)), result.text
     assert {each["step"] for each in found} == {STEPS}, (found, result.text)
     assert all(each["parameters"] == found[0]["parameters"] for each in found), result.text
-    for parameter, expected in zip(found[0]["parameters"], recovery_program.serial(EPOCHS), strict=True):
+    for parameter, expected in zip(found[0]["parameters"], recovery_program.serial(EPOCHS, halves), strict=True):
         np.testing.assert_allclose(parameter, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -76,3 +76,33 @@ def test_a_data_loader_starts_again_behind_the_last_step(workers, has_session, t
     spares = ["--spares", 1] if has_session else []  # without it a spare would lack the state of the scheduler
     result, found = train(tmp_path, "-np", 3, *spares, KILL="1,14", WORKERS=workers, **env)
     check(result, found, 3 if has_session else 2)
+
+
+DDP_OPTIONS = [
+    {"hook": True},
+    {},
+    {"static_graph": True},
+    {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+]
+
+
+@pytest.mark.parametrize("options", [DDP_OPTIONS[0], *(pytest.param(each, marks=full) for each in DDP_OPTIONS[1:])])
+@pytest.mark.parametrize("killed", [pytest.param("0,8", marks=full), "1,8", pytest.param("1,1", marks=full)])
+def test_ddp_goes_on_with_other_ranks(killed, options, tmp_path):
+    result, found = train(tmp_path, "-np", 3, KILL=killed, DDP=json.dumps(options))
+    check(result, found, 2)
+    assert [each["group"] for each in found] == [[0, 2], [1, 2]], (found, result.text)
+    assert {each["lost"] for each in found} == {1}, (found, result.text)
+
+
+@pytest.mark.parametrize("has_session", [pytest.param(False, marks=full), True])
+@pytest.mark.parametrize("where", [pytest.param("backward", marks=full), "update"])
+@pytest.mark.parametrize("killed", ["0,8", pytest.param("1,1", marks=full)])
+def test_a_spare_constructs_ddp_while_the_others_train(killed, where, has_session, tmp_path):
+    halves = 7 if has_session else 1000  # without a session, a process that joins has a new scheduler
+    env = {"SESSION": str(tmp_path / "ckpt")} if has_session else {}
+    result, found = train(
+        tmp_path, "-np", 2, "--spares", 1, KILL=killed, WHERE=where, DDP="{}", HALVES=str(halves), **env
+    )
+    check(result, found, 2, halves)
+    assert "2 ranks go on, 1 of them new" in result.err, result.text

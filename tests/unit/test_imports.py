@@ -89,6 +89,8 @@ OF_TORCH |= {
 }
 OF_TORCH |= {"_create_internal", "_call_end_callbacks_on_future", "_len_torch_dispatch_stack", "_profiler_enabled"}
 OF_TORCH |= {"_set_forward_pass_work_handle", "_create_work_from_future", "_version"}
+OF_TORCH |= {"_remove_autograd_hooks", "_comm_hooks", "_register_comm_hook"}  # DDP gets a new reducer
+OF_TORCH |= {"_static_graph_delay_allreduce_enqueued"}
 OF_TORCH |= {"_BatchNorm"}  # the base class of its own SyncBatchNorm
 
 # Names of pyspark without a public form, which its own estimators and libraries use too.

@@ -212,7 +212,7 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
 class _CommittedState:
     """The committed state of a training, for membership/recovery.py."""
 
-    name, interrupted = "hvd.elastic.run", False
+    name, interrupted, checks_operations = "hvd.elastic.run", False, False
 
     def __init__(self, state: State, job: RestartableJob) -> None:
         self._state, self._job = state, job
