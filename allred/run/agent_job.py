@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import os
 import shlex
 import signal
@@ -49,31 +50,30 @@ class _AgentLink:
     def __init__(self, host: str, popen: "subprocess.Popen[str]") -> None:
         self.host, self.popen = host, popen
         self.channel: Channel | None = None
-        self.heard_at = 0.0
+        self.started_at, self.heard_at = time.monotonic(), 0.0
 
 
 class AgentJob:
     """A running elastic job.
 
-    assigned: the number of ranks of each host. program: the command of a process. environ: its variables. listening:
-    where this process listens: address, port and secret. spares: the number of processes that wait. minimum: with fewer
-    ranks the job ends. replacements: how many processes may be started for dead ones. limit_s: ALLRED_TIMEOUT_S. say:
-    prints a line.
+    assigned: the number of ranks of each host. slots: how many processes each host may run; empty: no limit. program:
+    the command of a process. environ: its variables. listening: where this process listens: address, port and secret.
+    spares: the number of processes that wait. minimum: with fewer ranks the job ends. replacements: how many processes
+    may be started for dead ones. start_s: ALLRED_START_TIMEOUT_S, for an agent to connect. limit_s: ALLRED_TIMEOUT_S.
+    say: prints a line.
     """
 
     def __init__(
-        self, assigned: Mapping[str, int], program: list[str], environ: Mapping[str, str],
-        listening: tuple[str, int, str], loop: Loop, *, spares: int, minimum: int, replacements: int, limit_s: float,
-        say: Callable[[str], None],
+        self, assigned: Mapping[str, int], slots: Mapping[str, int], program: list[str], environ: Mapping[str, str],
+        listening: tuple[str, int, str], loop: Loop, *, spares: int, minimum: int, replacements: int, start_s: float,
+        limit_s: float, say: Callable[[str], None],
     ) -> None:  # fmt: skip
         self._loop, self._say, self._limit_s, self._timers = loop, say, limit_s, list[Timer]()
+        self._slots, self._start_s, self._what_to_start = slots, start_s, (program, environ, listening)
         self.replacements, self._most = replacements, replacements
         self._coordinator = WorldCoordinator(sum(assigned.values()), minimum)
         self._exchanges, self._generation, self._ranks = Exchanges(), 0, tuple[str, ...]()  # of the last world
-        self._agents = {host: self._start_agent(host, program, environ, listening) for host in assigned}
-        hosts = [host for host, ranks in assigned.items() for _ in range(ranks)]
-        hosts += [[*assigned][-1 - number % len(assigned)] for number in range(spares)]
-        self._processes = {str(number): _JobProcess(str(number), host) for number, host in enumerate(hosts)}
+        self._agents, self._processes = dict[str, _AgentLink](), dict[str, _JobProcess]()
         self._lost_at: float | None = None  # when the first death since the last world was reported
         self._dead: list[_JobProcess] = []  # since then, members
         self._waits_since = float("inf")  # since when the same members are awaited
@@ -83,14 +83,18 @@ class AgentJob:
         self._last_end: _JobProcess | None = None  # the last member of the last world that has ended, or any process
         self.lost_hosts: set[str] = set()
         self._restart = ""
+        for host, ranks in assigned.items():
+            self._agents[host] = self._start_agent(host)
+            for _ in range(ranks):
+                self._start(host)
+        for _ in range(spares):
+            self._start_anywhere()
         self._look_for_lost()
 
     # Agents.
 
-    def _start_agent(
-        self, host: str, program: list[str], environ: Mapping[str, str], listening: tuple[str, int, str]
-    ) -> _AgentLink:
-        address, port, secret = listening
+    def _start_agent(self, host: str) -> _AgentLink:
+        program, environ, (address, port, secret) = self._what_to_start
         settings = {
             "address": address, "port": port, "secret": secret, "purpose": runner_link.PURPOSE, "host": host,
             "program": program, "environ": dict(environ), "directory": os.getcwd(),
@@ -121,11 +125,22 @@ class AgentJob:
         self._handle(agent, messages[1:])
 
     def _start(self, host: str) -> None:
-        """Start one more process on a host."""
+        """Start one more process on a host; if its agent has not connected yet, as soon as it has."""
         name, channel = str(len(self._processes)), self._agents[host].channel
-        if channel is not None and not self._is_over:
+        if not self._is_over:
             self._processes[name] = _JobProcess(name, host)
-            channel.send({"start": [name]})
+            if channel is not None:
+                channel.send({"start": [name]})
+
+    def _start_anywhere(self, preferred: str = "") -> None:
+        """Start one more process on this host if it has a free slot, else on the host with the most free ones."""
+
+        def free(host: str) -> float:
+            running = sum(process.host == host and not process.how for process in self._processes.values())
+            return self._slots.get(host, 0 if self._slots else math.inf) - running
+
+        if hosts := self._usable_hosts:
+            self._start(preferred if preferred in hosts and free(preferred) > 0 else max(reversed(hosts), key=free))
 
     def _handle(self, agent: _AgentLink, messages: list[Message]) -> None:
         agent.heard_at = time.monotonic()
@@ -202,13 +217,14 @@ class AgentJob:
     def _replace(self, host: str) -> None:
         """Start a process for a dead one, on its host if that is not lost."""
         self._pending -= 1
-        if hosts := self._living_hosts:
-            self._start(host if host in hosts else hosts[-1])
+        self._start_anywhere(host)
         self._look()
 
     @property
-    def _living_hosts(self) -> list[str]:
-        return [host for host, agent in self._agents.items() if agent.channel is not None]
+    def _usable_hosts(self) -> list[str]:
+        """The hosts that may get processes: their agents live, or may still connect."""
+        living = [host for host, agent in self._agents.items() if agent.channel is not None or not agent.heard_at]
+        return [host for host in living if host in self._slots or not self._slots]
 
     def _send(self, orders: Orders) -> None:
         """Send the orders of the coordinator."""
@@ -290,10 +306,8 @@ class AgentJob:
         not complete, after a limit."""
         self._after(timings.HEARTBEAT_PERIOD_S, self._look_for_lost)
         for agent in self._agents.values():
-            if agent.channel is None and not agent.heard_at and agent.popen.poll() is not None:
-                agent.heard_at = self._loop.now
-                how = f"was not started: the agent of its host has ended with exit code {agent.popen.returncode}"
-                self._lose_host(agent, how)
+            if agent.channel is None and not agent.heard_at:
+                self._check_start(agent)
             if agent.channel is not None and self._loop.now > agent.heard_at + timings.LOST_AGENT_S:
                 agent.channel.close()
                 agent.channel = None
@@ -315,7 +329,31 @@ class AgentJob:
             self._tell(name, {"signal": signal.SIGKILL})
         self._waits_since = time.monotonic()
 
+    def _check_start(self, agent: _AgentLink) -> None:
+        """Give up a host whose agent has ended before it has connected, or does not connect."""
+        code, waited_s = agent.popen.poll(), self._loop.now - agent.started_at
+        if code is None and waited_s < self._start_s:
+            return
+        agent.heard_at = self._loop.now
+        how = f"has ended with exit code {code}"
+        if code is None:
+            how = f"has not connected for {waited_s:.0f} s (ALLRED_START_TIMEOUT_S)"
+            agent.popen.kill()
+        self._lose_host(agent, f"was not started: the agent of its host {how}")
+
     # The interface of `Job`.
+
+    def change_hosts(self, slots: Mapping[str, int], assigned: Mapping[str, int]) -> None:
+        """Use other hosts: the ranks of hosts that are not in `slots` leave, and new hosts get processes. slots,
+        assigned: as in the constructor."""
+        self._slots = slots
+        for host in assigned:
+            if host not in self._usable_hosts:
+                self._agents[host] = self._start_agent(host)
+        for process in [*self._processes.values()]:
+            if process.host not in slots and not process.how:
+                self._send(self._coordinator.leave(process.name))
+        self._resize(sum(assigned.values()))
 
     def resize(self, target: int) -> str:
         """Change the number of ranks. Spares become ranks, and processes are started for other new ones. Return the
@@ -325,13 +363,16 @@ class AgentJob:
             raise AllredError("the job has no ranks yet, or ends; nothing was changed")
         if target < coordinator.minimum:
             raise AllredError(f"{count(target, 'rank')}, but --min-np is {coordinator.minimum}")
-        before, waiting = len(coordinator.members), len(coordinator.spares) + self._pending
-        waiting += sum(not process.how and not process.has_joined for process in self._processes.values())
-        self._send(coordinator.resize(target))
-        hosts = self._living_hosts
-        for number in range(target - before - waiting):
-            self._start(hosts[-1 - number % len(hosts)])
+        before = len(coordinator.members)
+        self._resize(target)
         return f"{count(target, 'rank')} instead of {before}; the processes go on"
+
+    def _resize(self, target: int) -> None:
+        here = [each for each in self._processes.values() if each.host in self._slots or not self._slots]
+        left = sum(not each.how for each in here) + self._pending
+        self._send(self._coordinator.resize(target))
+        for _ in range(target - left):
+            self._start_anywhere()
 
     def send_signal(self, number: int) -> None:
         """Send a signal to all processes; on hosts whose agents have not connected yet, as soon as they have."""

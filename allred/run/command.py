@@ -89,7 +89,6 @@ def make_options(options: argparse.Namespace, find_hosts: Callable[[], host_list
     except OSError as error:
         raise ConfigError(f"the working directory cannot be used ({error.strerror}): cd to one that exists") from None
     watches = bool(options.hostfile or find_hosts) and (options.min_np is not None or options.max_np is not None)
-    watches = watches and not options.elastic
     if find_hosts is None:
         find_hosts = functools.partial(host_list.find, options.hosts, options.hostfile, os.environ)
     found = find_hosts()
@@ -130,8 +129,6 @@ def _check_elastic(options: argparse.Namespace, found: host_list.HostList) -> No
     """Raise ConfigError for options that --elastic does not have."""
     if options.mode == "ps":
         raise ConfigError("--elastic is for mode sync, not --mode ps (ALLRED_WORKER_FAILURE=go_on)")
-    if options.max_np is not None:
-        raise ConfigError("--elastic does not have --max-np; `allred resize` changes the number of ranks")
     remote = [name for name in found.slots if not host_list.is_local(name)]
     if remote and not host_list.agent(os.environ):
         raise ConfigError(

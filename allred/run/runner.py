@@ -160,6 +160,7 @@ class Runner:
     def _listen(self) -> tuple[str, int, str]:
         """Listen for the watcher of the chief's node. Return address, port and secret."""
         remote = [name for name in self._hosts.slots if not host_list.is_local(name)]
+        self._listens_locally = not remote
         address, secret = own_address(remote) if remote else "127.0.0.1", secrets.token_hex(16)
         listening = open_listener(address)
         Listener(self._loop, listening, runner_link.PURPOSE, secret, self._connect)
@@ -257,13 +258,15 @@ class Runner:
 
     def _agent_job(self, assigned: dict[str, int], listening: tuple[str, int, str]) -> AgentJob:
         settings = self._settings({})
-        limit_s = explicit_settings(os.environ, {}).get("timeout_s", Config.timeout_s)
+        given = explicit_settings(os.environ, {})
+        limits = {name: given.get(name, getattr(Config, name)) for name in ("start_timeout_s", "timeout_s")}
         program, left = self._options.program, self._options.restarts - self._policy.made
         environ = {**os.environ, **settings, "ALLRED_ELASTIC_DIR": self._commits}
         self._say_start(assigned, mpirun.describe(settings, program))
         return AgentJob(
-            assigned, program, environ, listening, self._loop, spares=self._options.spares,
-            minimum=self._options.min_np or 1, replacements=left, limit_s=limit_s, say=say,
+            assigned, self._hosts.slots, program, environ, listening, self._loop, spares=self._options.spares,
+            minimum=self._options.min_np or 1, replacements=left, start_s=limits["start_timeout_s"],
+            limit_s=limits["timeout_s"], say=say,
         )  # fmt: skip
 
     def _turn(self, limit_s: float = float("inf")) -> None:
@@ -333,6 +336,13 @@ class Runner:
             self._hosts_changed = False
             if wanted is None:
                 say(f"{source} has {count(self._hosts.total, 'slot')} now, fewer than --min-np")
+        elif isinstance(self._job, AgentJob):
+            self._hosts_changed = False
+            if self._listens_locally and not all(map(host_list.is_local, self._hosts.slots)):
+                return say(f"{source} has other hosts now, but the job was started for this host only; nothing changes")
+            self._assigned = self._hosts.assign(wanted)
+            say(f"{source} has changed: {count(wanted, 'rank')}")
+            self._job.change_hosts(self._hosts.slots, self._assigned)
         elif self._request_restart():
             self._hosts_changed = False
             say(f"{source} has changed: {count(wanted, 'rank')} after a checkpoint of the current step")

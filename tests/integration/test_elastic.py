@@ -185,6 +185,38 @@ def test_a_host_is_lost(what, tmp_path):
     assert re.search(r"rank 2 on .* and rank 3 on .*; 2 ranks go on", result.err), result.text
 
 
+def test_the_host_file_changes(tmp_path):
+    """A host leaves, and another one comes. The processes on the third go on."""
+    file = tmp_path / "hosts"
+    with hosts(4, tmp_path) as here:
+        _, first, second, third = here.names
+        file.write_text(f"{first} slots=2\n{second} slots=1\n")
+
+        def change():
+            new = tmp_path / "hosts.new"
+            new.write_text(f"{second} slots=1\n{third} slots=2\n")
+            new.rename(file)
+
+        thread = when_training(tmp_path, 3, change)
+        more = {"env": {"HYDRA_LAUNCHER_EXEC": str(tmp_path / "agent")}, "prefix": here.inside(0)}
+        words = ["--hostfile", file, "--min-np", 1]
+        result, found = elastic(tmp_path, *words, epochs=60, pause_s=0.005, **more)
+        thread.join()
+        here.wait_for_end()
+    assert f"{file} has changed: 3 ranks" in result.err, result.text
+    trained(result, found, 3, epochs=60)
+    assert len(list(tmp_path.glob("ledger-*"))) == 5
+
+
+def test_an_agent_that_does_not_connect(tmp_path):
+    (tmp_path / "agent").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "agent").chmod(0o755)
+    env = {"HYDRA_LAUNCHER_EXEC": str(tmp_path / "agent"), "ALLRED_START_TIMEOUT_S": "2"}
+    result, _ = elastic(tmp_path, "--hosts", "localhost,192.0.2.1", "-np", 2, env=env)
+    assert result.code == 1, result.text
+    assert "was not started: the agent of its host has not connected for 2 s (ALLRED_START_TIMEOUT_S)" in result.err
+
+
 def test_a_stopped_rank_is_killed(tmp_path):
     how = {"rank": 1, "step": 9, "how": "SIGSTOP"}
     result, found = elastic(tmp_path, "-np", 3, kill=how, env={"ALLRED_TIMEOUT_S": "2"})
