@@ -29,7 +29,7 @@ $(error MPI=$(MPI) is not one of mpich, openmpi)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-torch test test-model test-unit test-parallel test-integration test-full test-torch test-torch-suite test-slurm test-sge test-kubernetes test-browser test-spark test-install fuzz sanitize cuda test-gpu bench-gpu bench-gpu-host gpu-environment loops bench bench-torch bench-overlap bench-checkpoint lint types settings diagram docs format clean
+.PHONY: help demo demo-torch test test-reconfigure test-model test-unit test-parallel test-integration test-full test-torch test-torch-suite test-slurm test-sge test-kubernetes test-browser test-spark test-install fuzz sanitize cuda test-gpu bench-gpu bench-gpu-host gpu-environment loops bench bench-torch bench-overlap bench-checkpoint lint types settings diagram docs format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -74,6 +74,9 @@ test-torch: $(VENV_mpich)/.torch ## what needs torch (installs it); PART=3/12 fo
 
 test-torch-suite: $(VENV_mpich)/.torch-suite ## PyTorch's own tests of its backends, with gloo and allred; PART=3/40 for a part of it
 	$(VENV_mpich)/bin/python -m pytest -n 2 tests/pytorch_suite $(FULL)
+
+test-reconfigure: .venv-reconfigure/.test ## the group of dist._reconfigure with torch 2.14 in a venv of its own (5.5 GB)
+	.venv-reconfigure/bin/python -m pytest tests/pytorch/test_reconfigure.py --full $(T)
 
 test-slurm: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## the batch script in a real Slurm (installed with apt-get where root)
 	bash tests/install.sh slurm "munged slurmctld slurmd sbatch srun scontrol" slurm-wlm munge "libpmix2*"  # libpmix2t64 since Debian 13
@@ -216,8 +219,8 @@ format: $(VENV_mpich)/.dev ## let ruff and clang-format rewrite the sources
 clean: ## remove the environments and what was built
 	rm -rf $(VENV_mpich) $(VENV_openmpi) build *.egg-info allred/native/*.so .pytest_cache .mypy_cache .ruff_cache
 
-# One rule makes both environments. The stamp of each set of extras depends on what the extension is built from.
-.venv/bin/python .venv-openmpi/bin/python:
+# One rule makes all environments. The stamp of each set of extras depends on what the extension is built from.
+.venv/bin/python .venv-openmpi/bin/python .venv-reconfigure/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "allred needs Python >= 3.11, and $(PYTHON) is `$(PYTHON) --version 2>&1`; try: make PYTHON=python3.12 ..."; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' || \
@@ -252,6 +255,9 @@ requirements = $(@D)/bin/python -c 'import tomllib; extras = tomllib.load(open("
 .venv/.torch: .venv/.test
 	$(@D)/bin/python -m pip install --quiet torch==2.13.0
 	$(call requirements,torch)
+.venv-reconfigure/.test: .venv-reconfigure/bin/python $(SOURCES) $(INTERRUPTED)
+	$(call install,mpich$(comma)test)
+	$(@D)/bin/python -m pip install --quiet torch==2.14.1
 .venv/.torch-suite: .venv/.torch
 	$(call requirements,torch-suite)
 .venv/.spark .venv/.dev .venv/.docs .venv/.browser: .venv/.test

@@ -28,6 +28,10 @@ def register() -> None:
 
 
 def _create(options: Any, backend_options: Any) -> Any:
+    if getattr(options, "enable_reconfigure", False):
+        from allred.torch.reconfigurable_group import ReconfigurableGroup
+
+        return ReconfigurableGroup(options)
     from allred.torch import process_group
 
     return process_group.create(options)

@@ -89,11 +89,13 @@ def init(
 class Cluster:
     """The cluster that this process is a task of.
 
-    workers_job: the name of the workers' job. tasks: the names of all tasks, by rank.
+    workers_job: the name of the workers' job. tasks: the names of all tasks, by rank. has_watchers: False if the tasks
+    learn of each other's ends without watchers.
     """
 
     workers_job: str = "worker"
     tasks: tuple[str, ...] = ()
+    has_watchers: bool = True
 
     @property
     def clients(self) -> int:
@@ -257,27 +259,43 @@ def _join_elastic(agent: str, settings: dict[str, Any] | str) -> None:
         bootstrap = RendezvousBootstrap(connection)
         bootstrap.generation = connection.member.generation
         world.note_generation(bootstrap.generation - 1)
-        facts = _exchange_facts(bootstrap, "", settings)
-        with _raised_by_all(bootstrap):
-            config = settle([each.settings for each in facts])
-            refused = {
-                "mode ps": config.mode == "ps", "backend mpi": "mpi" in (config.backend, config.transport),
-                "backend nccl": config.backend == "nccl", "ALLRED_TIMELINE": config.timeline not in ("", "none"),
-                "a rank without allred's C extension": not all(each.transport.has_kernels for each in facts),
-            }  # fmt: skip
-            if any(refused.values()):
-                names = ", ".join(name for name, is_used in refused.items() if is_used)
-                raise ConfigError(f"{names} cannot be used with `allred run --elastic`")
-        try:
-            _create_world(bootstrap, "no MPI", facts, Cluster())
-        except RanksChanged:
-            bootstrap.close()
-            raise
+        _create_changing_world(bootstrap, settings, Cluster(), "`allred run --elastic`")
 
-    _recovery = Recovery(connection, create, _abandon)
+    _recovery = Recovery(connection, create, abandon)
     process_end.register(_stop_watcher)
     excepthook.watch(lambda status: None)  # its agent sees the end of this process
     _recovery.join()
+
+
+def join_group(connection: "RendezvousConnection") -> None:
+    """Join the other tasks of a connection, as `init`. They need neither MPI nor watchers, because the connection
+    reports their ends. Raises ConfigError for settings that this cannot have."""
+    from allred.launch.rendezvous_bootstrap import RendezvousBootstrap
+
+    settings = explicit_settings(os.environ, {"mode": "sync", "banner": False})
+    settings["watcher"] = False
+    cluster = Cluster(tasks=connection.tasks, has_watchers=False)
+    _create_changing_world(RendezvousBootstrap(connection), settings, cluster, "dist._reconfigure")
+
+
+def _create_changing_world(bootstrap: Bootstrap, settings: dict[str, Any] | str, cluster: Cluster, what: str) -> None:
+    """Create and install a world whose ranks may change. what: changes them, for errors."""
+    facts = _exchange_facts(bootstrap, "", settings)
+    with _raised_by_all(bootstrap):
+        config = settle([each.settings for each in facts])
+        refused = {
+            "mode ps": config.mode == "ps", "backend mpi": "mpi" in (config.backend, config.transport),
+            "backend nccl": config.backend == "nccl", "ALLRED_TIMELINE": config.timeline not in ("", "none"),
+            "a rank without allred's C extension": not all(each.transport.has_kernels for each in facts),
+        }  # fmt: skip
+        if any(refused.values()):
+            names = ", ".join(name for name, is_used in refused.items() if is_used)
+            raise ConfigError(f"{names} cannot be used with {what}")
+    try:
+        _create_world(bootstrap, "no MPI", facts, cluster)
+    except RanksChanged:
+        bootstrap.close()
+        raise
 
 
 def _stop_watcher() -> None:
@@ -287,8 +305,8 @@ def _stop_watcher() -> None:
         watcher.ending()
 
 
-def _abandon() -> None:
-    """Leave a world whose ranks change. Not collective."""
+def abandon() -> None:
+    """Leave a world whose ranks change, if there is one. Not collective."""
     here = world.current_or_none()
     if here is None:
         return
@@ -396,7 +414,7 @@ def _plan(facts: list[_Facts], cluster: Cluster, launcher_ends_job: bool) -> _De
     config = settle([each.settings for each in facts])
     if len({each.host for each in facts}) == 1 and facts[0].ignored_host_file:
         raise ConfigError(facts[0].ignored_host_file)
-    if not launcher_ends_job and not config.watcher:
+    if cluster.has_watchers and not launcher_ends_job and not config.watcher:
         raise ConfigError(
             "ALLRED_WATCHER=0 is for jobs with a launcher, which ends all ranks when one dies; tasks that were "
             "started without a launcher have only the watchers"

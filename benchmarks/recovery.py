@@ -7,12 +7,14 @@ Each round runs every case once, in a job of its own: 4 ranks (2 of the spare's)
     shrink        --elastic, 1 MB of parameters: the others go on
     shrink 100 MB the same with 100 MB
     spare         --elastic --spares 1, 1 MB: a spare replaces it, and receives the state
+    host          --elastic, 1 MB, two hosts (network namespaces; needs root): all processes of one are killed
     restart       --restarts 1 with a session that saves every 5 steps, 1 MB
 
 noticed: from SIGKILL to the exception on the last survivor. next step: to the end of the first new step of all ranks.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
@@ -23,20 +25,23 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).parents[1]
 PROGRAM = ROOT / "tests" / "integration" / "elastic_program.py"
+sys.path.insert(0, str(PROGRAM.parent))
+from hosts import hosts  # noqa: E402
+
 CASES = {
     "shrink": (["--elastic"], 250_000, {}),
     "shrink 100 MB": (["--elastic"], 25_000_000, {"pause_s": 0.01}),
     "spare": (["--elastic", "--spares", "1"], 250_000, {}),
+    "host": (["--elastic"], 250_000, {}),
     "restart": (["--restarts", "1"], 250_000, {"session": "ckpt", "save_steps": 5}),
 }
-MEDIAN = {"shrink": 0.3, "shrink 100 MB": 1.0, "spare": 1.0}  # seconds until the next step
 KILLED_AT = 12
 
 
 def measure(name: str) -> tuple[float, float, int]:
     """Run a case. Return the two times, and the steps that were lost."""
     words, elements, more = CASES[name]
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         given = {
             "directory": directory, "rows": 96, "batch_size": 8, "epochs": 3, "elements": elements, "form": "dict",
             "pause_s": 0.005, "kill": {"rank": 2, "step": KILLED_AT, "how": "SIGKILL"}, **more,
@@ -44,7 +49,14 @@ def measure(name: str) -> tuple[float, float, int]:
         if "session" in given:
             given["session"] = os.path.join(directory, given["session"])
         environ = {**os.environ, "ELASTIC_PROGRAM": json.dumps(given), "XDG_RUNTIME_DIR": directory}
-        command = [sys.executable, "-m", "allred", "run", "-np", "4", *words, str(PROGRAM)]
+        prefix: list[str] = []
+        if name == "host":
+            given["kill"]["how"] = "host"
+            here = stack.enter_context(hosts(3, pathlib.Path(directory)))
+            prefix, words = here.inside(0), [*words, "--hosts", ",".join(f"{each}:2" for each in here.names[1:])]
+            environ["HYDRA_LAUNCHER_EXEC"] = f"{directory}/agent"
+            environ["ELASTIC_PROGRAM"] = json.dumps(given)
+        command = [*prefix, sys.executable, "-m", "allred", "run", "-np", "4", *words, str(PROGRAM)]
         subprocess.run(command, env=environ, cwd=directory, check=True, capture_output=True, timeout=120)
         events = []
         for path in pathlib.Path(directory).glob("ledger-*"):
@@ -67,9 +79,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
     rounds = parser.parse_args().rounds
-    found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in CASES}
+    found: dict[str, list[tuple[float, float, int]]] = {
+        name: [] for name in CASES if name != "host" or not os.geteuid()
+    }
     for _ in range(rounds):
-        for name in CASES:
+        for name in found:
             found[name].append(measure(name))
     print(f"{'':15} {'noticed, ms':>20} {'next step, ms':>20} {'steps lost':>12}")
     for name, results in found.items():

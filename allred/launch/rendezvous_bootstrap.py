@@ -193,6 +193,12 @@ class RendezvousConnection(TaskConnection):
     def own_host(self) -> str:
         return str(self._channel.connection.getsockname()[0])
 
+    def peek(self) -> str:
+        """Return the message of the lifeline, which it keeps; "" if the rendezvous process has ended."""
+        with contextlib.suppress(OSError):
+            return self._kept[0].recv(4096, socket.MSG_PEEK).decode(errors="replace")
+        return ""
+
     def report(self, word: str) -> None:
         """Report "starts": this task waits for the others, and hears of their ends; or "up": the watchers run."""
         with contextlib.suppress(OSError):  # the process has ended; the next exchange reports it

@@ -128,11 +128,13 @@ class ProcessGroupAllred(dist.ProcessGroup):
     def __init__(self, communicator: Communicator, store: Any, timeout: datetime.timedelta | None) -> None:
         super().__init__(communicator.rank, communicator.size)
         self.communicator = communicator
-        self.recovery = world.current().recovery  # in an elastic job; else None
+        here = world.current_or_none()
+        self.recovery = None if here is None else here.recovery  # in an elastic job; else None
         self._on_loss: Callable[[Exception], None] | None = None  # of the operation that is being started
         self._store = store
         self._timeout_s = None if timeout is None else timeout.total_seconds()
-        self.flight_record = flight_recorder.group_record(communicator, self._timeout_s)  # None: nothing is recorded
+        # None: nothing is recorded.
+        self.flight_record = None if here is None else flight_recorder.group_record(communicator, self._timeout_s)
         self._device_groups: dict[str, Any] = {}
         self._numbers = itertools.count()
         self._unfinished: dict[int, TorchWork] = {}  # by number, until complete: the program need not keep them
