@@ -11,7 +11,8 @@ from allred.cluster.spec import CLIENT, SERVERS, ClusterSpec, Tasks, task_name, 
 from allred.comm import functions
 from allred.errors import AllredError, ConfigError, InputError
 from allred.ps import context
-from allred.startup import Cluster, enter, join_in_init, joined_tasks
+from allred.startup import enter, join_in_init, joined_tasks
+from allred.world_creation import Cluster
 
 _NO_LIMIT_S = 1e9
 

@@ -33,7 +33,8 @@ from allred.runtime.timings import RANK_EXIT_S
 from allred.spark import outcomes
 from allred.spark.node_context import NodeContext
 from allred.spark.outcomes import Outcome
-from allred.startup import Cluster, join_in_init
+from allred.startup import join_in_init
+from allred.world_creation import Cluster
 
 _PR_SET_PDEATHSIG = 1
 

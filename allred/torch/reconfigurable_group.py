@@ -22,7 +22,7 @@ from typing import Any
 
 from torch._C import _distributed_c10d
 
-from allred import startup, world
+from allred import changing_worlds, world
 from allred.errors import AllredError, InputError, RemoteRankError
 from allred.launch.rendezvous_bootstrap import RendezvousConnection
 from allred.launch.rendezvous_client import open_listener, rendezvous, shared_memory_domain
@@ -104,12 +104,12 @@ class ReconfigurableGroup(ProcessGroupAllred):
         joined = rendezvous(addresses, name, secret, limit_s, listener)
         self._connection = connection = RendezvousConnection(joined, limit_s, tuple(addresses))
         connection.report("starts")  # never "up": so it reports the ends of the others
-        startup.join_group(connection)
+        changing_worlds.join_group(connection)
         self._ends = _EndListener(connection, world.current())
         self.begin_world()
 
     def _leave(self) -> None:
-        startup.abandon()
+        changing_worlds.abandon()
         (ends, self._ends), (connection, self._connection) = (self._ends, None), (self._connection, None)
         if ends is not None:
             ends.close()

@@ -24,9 +24,10 @@ from allred.comm.functions import broadcast_object
 from allred.errors import ConfigError, InputError
 from allred.launch.rendezvous_client import open_listener, shared_memory_domain
 from allred.server import enter_rendezvous
-from allred.startup import Cluster, joined_tasks
+from allred.startup import joined_tasks
 from allred.watch import runner_link
 from allred.watch.start import own_address
+from allred.world_creation import Cluster
 
 _REPORT_S = 30.0
 

@@ -30,6 +30,8 @@ PACKAGES = (
         "__init__",
         "server",
         "startup",
+        "changing_worlds",
+        "world_creation",
     ),
     *(
         "membership",
@@ -66,7 +68,7 @@ COMM = (
 )
 
 # The banner's version number is the one exception: it stands in __init__, where pyproject.toml reads it.
-VERSION_NUMBER = ("allred.startup", "allred")
+VERSION_NUMBER = ("allred.world_creation", "allred")
 
 PRIVATE_BUT_DOCUMENTED = {"_replace", "_make", "_fields", "_asdict", "_exit", "_getframe", "_handleof"}
 # torch has no public names for the end of a backward pass; its own DDP and FSDP use these.
