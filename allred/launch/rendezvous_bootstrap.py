@@ -196,7 +196,7 @@ class RendezvousConnection(TaskConnection):
     def peek(self) -> str:
         """Return the message of the lifeline, which it keeps; "" if the rendezvous process has ended."""
         with contextlib.suppress(OSError):
-            return self._kept[0].recv(4096, socket.MSG_PEEK).decode(errors="replace")
+            return self._kept[0].recv(4096, socket.MSG_PEEK | socket.MSG_DONTWAIT).decode(errors="replace")
         return ""
 
     def report(self, word: str) -> None:

@@ -102,6 +102,7 @@ class Recovery:
     def __init__(self, connection: AgentConnection, create: Callable[[], None], leave: Callable[[], None]) -> None:
         self._connection, self._create, self._leave = connection, create, leave
         self._member = connection.member
+        self._joined_at = 0  # the number of the first world of this process
         self._optimizer: RecoverableOptimizer | None = None
         self._params: Any = None
         self._lost: RanksChanged | None = None  # a connection of this world has failed
@@ -110,7 +111,8 @@ class Recovery:
         self._commits: RecoverableOptimizer | None = None  # see `begin_commits`
         self._followers = WeakSet[Follower]()  # what begins each world, beside `_optimizer`
         self._torn: Exception | None = None  # the error of an operation of this world that has completed without result
-        self._is_noticed = False  # the program may have seen RanksChanged of this world
+        self._is_noticed = False  # a wait has raised RanksChanged of this world to the program
+        self._is_step_lost = False  # an operation of a backward pass of this world has completed without result
         self._begun, self._loops = 0, dict[int, FollowedLoop]()  # running ones, by index
         self._received: _LoopState | None = None  # of the source, if this process has joined later
 
@@ -125,6 +127,7 @@ class Recovery:
                 pass
             else:
                 if not self._connection.is_poisoned():
+                    self._joined_at = self._joined_at or self._member.generation
                     return self._connection.send(self._member.built())
             self._halt()
 
@@ -148,7 +151,7 @@ class Recovery:
     def _halt(self) -> None:
         self._leave()
         self._lost = self._torn = None
-        self._is_noticed = False
+        self._is_noticed = self._is_step_lost = False
         self._connection.send(self._member.halted())
 
     @property
@@ -170,6 +173,7 @@ class Recovery:
     def lose_connection(self, error: Exception) -> RanksChanged:
         """A connection to another rank has failed. Return the error of the wait: this process leaves its world."""
         self._lost = RanksChanged(str(error), getattr(error, "rank", -1), getattr(error, "host", ""), 1)
+        self._is_noticed = True
         return self._lost
 
     def serve_watcher(self, settings: dict[str, Any]) -> dict[str, Any]:
@@ -225,6 +229,12 @@ class Recovery:
                 loop.committed = loops_there.running.get(index)
             if self._session is not None:
                 self._session.receive_state(of_session)
+
+    @property
+    def joins_alone(self) -> bool:
+        """Whether this process has joined later, and has not called `broadcast` or `track`: the others do not make the
+        calls that its program makes until then."""
+        return self._joined_at > 1 and self._optimizer is None
 
     @property
     def has_joined_later(self) -> bool:
@@ -321,7 +331,7 @@ class Recovery:
                     f"{optimizer.name}: this process has joined a running training; call broadcast(params) of the "
                     "optimizer before the first step, so that it receives the parameters"
                 )
-        optimizer.interrupted = False
+        optimizer.interrupted = self._is_step_lost
         for loop in self._loops.values():
             loop.steps += 1
 
@@ -330,9 +340,13 @@ class Recovery:
         """Whether the optimizer calls `check_operations` in each step."""
         return self._optimizer is not None and self._optimizer.checks_operations
 
-    def lose_operation(self, error: Exception) -> None:
-        """An operation of the step completes without its result: the step must be lost, by `check_operations`."""
-        self._torn = self._torn or error
+    def lose_operation(self, error: Exception, in_backward: bool) -> None:
+        """An operation of the step completes without its result: the step must be lost, by `check_operations`.
+        in_backward: of a backward pass, whose step may not follow (a GradScaler skips steps)."""
+        self._torn, self._is_noticed = self._torn or error, False
+        if in_backward:
+            self._is_step_lost = True
+            self._keep_state()
 
     def check_operations(self) -> None:
         """Raise RanksChanged if an operation of this world has completed without its result."""
@@ -349,7 +363,13 @@ class Recovery:
         the next world."""
         if not self.absorbs():
             raise
-        if not optimizer.interrupted:
+        self._is_noticed = False  # the program does not get the error
+        self._keep_state()
+
+    def _keep_state(self) -> None:
+        """Keep what the program may change after a step that is lost."""
+        optimizer = self._optimizer
+        if optimizer is not None and not optimizer.interrupted:
             optimizer.interrupted = True
             optimizer.keep_settings()
             if self._session is not None:
@@ -381,7 +401,7 @@ class Recovery:
         """As `form`, before the next batch of a loop. Raises RanksChanged if its latest batch had no step, and the
         program has not caught this error: it is no loop of the training, and the results of the program would have some
         batches twice."""
-        if self._optimizer is None or not (loop.steps or self._is_noticed):
+        if self._optimizer is None or not (loop.steps or self._is_noticed or self._is_step_lost):
             error = self.error()
             assert error is not None
             raise error

@@ -207,12 +207,14 @@ class SyncMode(Mode):
             self._end(given, used)
         return used is not None
 
-    def count_step(self, communicator: Communicator) -> None:
-        """Count a step whose gradients the program has averaged. `commit` follows, with the update."""
-        self._timer.begin(communicator)
-        self._checks.steps += 1
-        self._checks.end(True)
-        self._timer.end(communicator, 0, self.global_step, 0)
+    def count_step(self, given: StepInput) -> bool:
+        """Count a step whose gradients are averaged already. Return whether they are used; `commit` follows. Collective
+        in steps with a check. Raises NonFiniteError and DriftError, on all ranks."""
+        self._begin(given.communicator)
+        used = self._checks.passes_averaged(given, self._reducer.plan(given.tensors))
+        self._reducer.samples = given.samples or 0
+        self._end(given, used)
+        return used
 
     def _end(self, given: StepInput, used: bool) -> None:
         """End a step. used: whether the gradients are used."""
@@ -319,8 +321,9 @@ class SyncMode(Mode):
             live = getattr(self._optimizer, "live_state", getattr(self._optimizer, "state_dict", dict))
             sent = number, self._checks.steps, self._updates, live() if with_state else None
         title = f"state of {self._options.name}"
-        number, self._checks.steps, self._updates, state = communicator.broadcast_object(sent, root, title).wait()
-        self._committed_steps = self._checks.steps
+        number, steps, self._updates, state = communicator.broadcast_object(sent, root, title).wait()
+        self._checks.begin(steps)
+        self._committed_steps = steps
         if with_state:
             if communicator.number != root:
                 self.load_new_state(state)
@@ -347,7 +350,7 @@ class SyncMode(Mode):
     def begin_world(self) -> None:
         """Forget what belongs to the last world, and a step that was begun there and is lost."""
         self._reducer.steady, self._reducer.negotiated, self._last = None, (), None
-        self._checks.steps = self._committed_steps
+        self._checks.begin(self._committed_steps)
         self._overlap = None
 
     def forget_order(self) -> None:

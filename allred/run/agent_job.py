@@ -38,6 +38,7 @@ class _JobProcess:
     host: str
     pid: int = 0
     has_joined: bool = False
+    is_leaving: bool = False
     world_rank: int = -1
     how: str = ""  # it ended
     code: int = 0
@@ -158,6 +159,7 @@ class AgentJob:
         if "pid" in message:
             process.pid, process.has_joined = message["pid"], True
             self._send(self._coordinator.join(process.name, int(process.name)))
+            self._leave_removed_hosts()
         elif "line" in message:
             self._exchange(process, message)
         else:
@@ -236,6 +238,7 @@ class AgentJob:
             elif isinstance(order, Poison):
                 self._tell(name, {"poison": order.generation, **self._cause()})
             elif isinstance(order, Stop):
+                self._processes[name].is_leaving = True
                 if self._coordinator.end is None or name not in self._ranks:  # else it is about to end by itself
                     self._tell(name, {"stop": order.reason})
             else:
@@ -350,10 +353,16 @@ class AgentJob:
         for host in assigned:
             if host not in self._usable_hosts:
                 self._agents[host] = self._start_agent(host)
-        for process in [*self._processes.values()]:
-            if process.host not in slots and not process.how:
-                self._send(self._coordinator.leave(process.name))
         self._resize(sum(assigned.values()))
+        self._leave_removed_hosts()
+
+    def _leave_removed_hosts(self) -> None:
+        """Let the processes of removed hosts leave, if others are there which can receive the state."""
+        living = [process for process in self._processes.values() if process.has_joined and not process.how]
+        removed = [process for process in living if self._slots and process.host not in self._slots]
+        if len(removed) < len(living):
+            for process in removed:
+                self._send(self._coordinator.leave(process.name))
 
     def resize(self, target: int) -> str:
         """Change the number of ranks. Spares become ranks, and processes are started for other new ones. Return the
@@ -369,7 +378,7 @@ class AgentJob:
 
     def _resize(self, target: int) -> None:
         here = [each for each in self._processes.values() if each.host in self._slots or not self._slots]
-        left = sum(not each.how for each in here) + self._pending
+        left = sum(not (each.how or each.is_leaving) for each in here) + self._pending
         self._send(self._coordinator.resize(target))
         for _ in range(target - left):
             self._start_anywhere()

@@ -25,11 +25,11 @@ from allred.data.loader import claim_samples
 from allred.errors import AllredError, InputError, RanksChanged
 from allred.modes.clipping import UpdateClipper
 from allred.modes.match import Accumulator, SampleCount
-from allred.modes.options import StepOptions
+from allred.modes.options import StepInput, StepOptions
 from allred.modes.reducer import Reducer
 from allred.modes.sync import SyncMode
 from allred.ps import context
-from allred.torch import arena_allocator
+from allred.torch import arena_allocator, elastic_group
 from allred.torch.backward_state import BackwardPass, NextStep, ReductionAgreement, decide_overlap
 from allred.torch.module_checkpoints import ModuleCheckpoints
 from allred.torch.optimizer_adapter import OptimizerAdapter, is_trained, layout_of
@@ -315,14 +315,22 @@ class HookedOptimizer(ModuleCheckpoints):
             mark_reduced(self._trained())
         adapter.release_gradients()
 
-    def leave_averaging(self) -> None:
-        """Internal: average no gradients any more, because DistributedDataParallel does. Raises InputError for
-        arguments that have no effect then."""
+    def leave_averaging(self, module: Any) -> None:
+        """Internal: average no gradients any more, because this DistributedDataParallel does. Raises InputError for
+        arguments that have no effect then, and for parameters outside of it."""
+        if not self._averages:
+            return
+        inside = {id(parameter) for parameter in module.parameters()}
+        if outside := [name for name, each in self._adapter.named_parameters() if id(each) not in inside]:
+            raise InputError(
+                f"{self.name}: {outside[0]} is not a parameter of this DistributedDataParallel, which averages the "
+                "gradients; give such parameters to another optimizer"
+            )
         options = self._options
         given = {
             "op": options.op is not ReduceOp.AVERAGE, "accumulate": options.accumulate > 1,
             "process_set": options.process_set is not None, "scaler": options.scaler is not None,
-            "compression": options.compression is not Compression.none, "nonfinite": options.nonfinite is not None,
+            "compression": options.compression is not Compression.none,
         }  # fmt: skip
         if wrong := [name for name, is_given in given.items() if is_given]:
             raise InputError(
@@ -336,10 +344,17 @@ class HookedOptimizer(ModuleCheckpoints):
         """Count a step whose gradients DistributedDataParallel has averaged."""
         if (recovery := world.current().recovery) is not None:
             recovery.check_operations()
-        with contextlib.suppress(InputError):  # nobody needs the number of samples
-            claim_samples(self.samples)
-        self._sync_mode().count_step(self._communicator())
-        self._next.is_reduced = True
+        samples = None
+        with contextlib.suppress(InputError):  # DDP counts all ranks equally, so it is needed for messages only
+            samples = claim_samples(self.samples)
+        trained = self._trained().values()
+        has_sparse = any(each.grad is not None and each.grad.is_sparse for each in trained)
+        params, grads = ({}, {}) if has_sparse else self._adapter.step_input()
+        tensors, leaves, values, problem, plain = self._matcher.match(params, grads)
+        communicator = self._communicator()
+        given = StepInput(communicator, params, grads, tensors, leaves, values, samples, problem, plain)
+        self._next.is_reduced, self._next.is_skipped = True, not self._sync_mode().count_step(given)
+        self._adapter.release_gradients()
 
     def _reduce_input(self, problem: str, samples: int | None, mode: SyncMode) -> None:
         """Reduce gradients that may differ from those of the last step in anything. problem: of the backward pass."""
@@ -419,7 +434,8 @@ class HookedOptimizer(ModuleCheckpoints):
 
     def reduce_in_step(self) -> None:
         """Internal: reduce the gradients if the end of a backward pass has not done it. Collective."""
-        if self._next.is_reduced and not self._next.micro_samples and self._adapter.has_gradients:
+        is_reduced = self._next.is_reduced and not self._next.micro_samples and self._adapter.has_gradients
+        if is_reduced and self._averages:
             return
         self.reduction_agreement.in_step = True
         try:
@@ -530,6 +546,8 @@ class HookedOptimizer(ModuleCheckpoints):
         ] * self._adapter.calls_closure
         if self._adapter.has_parts:
             found.append("parameters that FSDP splits over the ranks (a death loses a part of them)")
+        if self._averages and elastic_group.has_ddp(each for _, each in self._adapter.named_parameters()):
+            found.append("a model in DistributedDataParallel without that (pass this DDP itself to broadcast or track)")
         return ", ".join([*found, *filter(None, [super().refusal()])])
 
     def keep_settings(self) -> None:

@@ -18,6 +18,7 @@ from allred.errors import InputError
 from allred.modes.optimizer import DistributedOptimizer
 from allred.ps import context
 from allred.session import state_pickle
+from allred.torch import elastic_group
 from allred.torch.optimizer_adapter import OptimizerAdapter, detached_view
 from allred.torch.tensors import as_raw_array
 
@@ -105,22 +106,22 @@ class ModuleCheckpoints(DistributedOptimizer):
 
     _adapter: OptimizerAdapter
 
-    def module_of(self, params: Any) -> Any:
-        """Internal: return the module inside of a DistributedDataParallel, which averages the gradients of this
-        optimizer from then on; other parameters as they are."""
-        if isinstance(params, DistributedDataParallel):
-            self.leave_averaging()
-            return params.module
-        return params
-
-    def leave_averaging(self) -> None:
-        """Internal: average no gradients any more, because DistributedDataParallel does."""
+    def leave_averaging(self, module: Any) -> None:
+        """Internal: average no gradients any more, because this DistributedDataParallel does."""
         raise NotImplementedError
+
+    def _begin_with_module(self, params: Any) -> Any:
+        """Return the module inside of a DistributedDataParallel, which averages the gradients from now on; other
+        parameters as they are."""
+        if isinstance(params, DistributedDataParallel):
+            self.leave_averaging(params)
+            elastic_group.managed.add(params)
+        return _module_of(params)
 
     def nest_of(self, params: Any) -> Any:
         """Return parameters as a nest of arrays that share their memory. None: the parameters of this optimizer. A
         torch module: these, and in mode sync the buffers and other parameters of the module."""
-        params = self.module_of(params)
+        params = _module_of(params)
         if params is None:
             return self._adapter.views()
         if isinstance(params, torch.nn.Module):
@@ -142,7 +143,7 @@ class ModuleCheckpoints(DistributedOptimizer):
 
     def session_parts(self, params: Any) -> tuple[Any, dict[str, Any]]:
         """Internal: see `DistributedOptimizer`."""
-        params = self.module_of(params)
+        params = self._begin_with_module(params)
         if not isinstance(params, torch.nn.Module):
             return self.nest_of(params), {}
         others = self._untrained(params)
@@ -155,7 +156,7 @@ class ModuleCheckpoints(DistributedOptimizer):
 
     def save(self, directory: str | os.PathLike[str], params: Any = None) -> str | None:
         """As `DistributedOptimizer.save`. params: None, or a module: all that its `state_dict()` returns is saved."""
-        nest, others = self.session_parts(params)
+        nest, others = self.session_parts(_module_of(params))
         if functions.current(self.process_set).rank != 0:
             return None
         extra = {f"'{name}'": [state_pickle.dumps(each.state_dict())] for name, each in others.items()}
@@ -176,6 +177,7 @@ class ModuleCheckpoints(DistributedOptimizer):
     def broadcast(self, params: Any = None, root: int | None = None) -> None:
         """As `DistributedOptimizer.broadcast`. params: None, or a module: all that its `state_dict()` returns is
         copied, and its other buffers."""
+        self._begin_with_module(params)
         if context.is_active():
             self.broadcast_others(params, root)
         super().broadcast(params, root)
@@ -183,12 +185,13 @@ class ModuleCheckpoints(DistributedOptimizer):
             self._adapter.record_pull()
 
     def copy_state(self, params: Any, root: int) -> None:
+        params = self._begin_with_module(params)
         super().copy_state(self.nest_of(params), root)
         if not context.is_active():
             self._broadcast_objects(params, root)
 
     def broadcast_others(self, params: Any, root: int | None = None) -> None:
-        params = self.module_of(params)
+        params = self._begin_with_module(params)
         if isinstance(params, torch.nn.Module):
             for name, array in self._others_of(params).items():
                 functions.broadcast_(array, 0 if root is None else root, name)
@@ -197,7 +200,7 @@ class ModuleCheckpoints(DistributedOptimizer):
     def _broadcast_objects(self, params: Any, root: int | None) -> None:
         """Copy what `state_dict()` of a module returns beside its memory. Collective. Raises InputError on all ranks if
         it cannot be pickled."""
-        params = self.module_of(params)
+        params = _module_of(params)
         if not isinstance(params, torch.nn.Module):
             return
         untrained = self._untrained(params)
@@ -225,6 +228,11 @@ class ModuleCheckpoints(DistributedOptimizer):
         super().pull(self.nest_of(params) if context.is_active() else None)
         if context.is_active():
             self._adapter.record_pull()
+
+
+def _module_of(params: Any) -> Any:
+    """Return the module inside of a DistributedDataParallel; other parameters as they are."""
+    return params.module if isinstance(params, DistributedDataParallel) else params
 
 
 def _named_memory(name: str, tensor: torch.Tensor) -> tuple[str, Any]:

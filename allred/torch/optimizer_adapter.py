@@ -179,7 +179,8 @@ class OptimizerAdapter(Optimizer):
     def has_parts(self) -> bool:
         """Whether parameters are split over the ranks, as those of FSDP."""
         parameters = [parameter for _, parameter in self.named_parameters()]
-        return any(hasattr(parameter, "_local_tensor") or hasattr(parameter, "_fqns") for parameter in parameters)
+        of_fsdp = ("_local_tensor", "_fqns", "_fsdp_flattened")  # of FSDP 2, and FSDP 1
+        return any(hasattr(parameter, name) for parameter in parameters for name in of_fsdp)
 
     def views(self) -> dict[str, Any]:
         """Return {name: array over the memory} of all parameters."""

@@ -52,6 +52,8 @@ def create(options: Any) -> "ProcessGroupAllred":
     if not ranks:
         rendezvous.init_from_store(options.store, rank, size)
         communicator = world.current().communicator
+    elif world.current().recovery is not None:
+        raise InputError("dist.new_group(): groups beside the default group cannot be used with `allred run --elastic`")
     else:
         try:
             communicator = process_set.dedicated(ranks, f"torch's process group {options.group_id}")
@@ -81,7 +83,9 @@ def operation(kind: str = "", takes_lists: bool = True) -> Callable[[Callable[..
             arguments += tuple(named.values())  # in the order of the parameters
             if (device := device_of(arguments)) != "cpu":
                 return getattr(self.device_group(device), method.__name__)(*arguments)
-            if self.recovery is not None and self.recovery.has_joined_later:
+            if self.recovery is not None:
+                elastic_group.note_constructor()
+            if self.recovery is not None and self.recovery.joins_alone:
                 elastic_group.answer_to_joiner(method.__name__, arguments)
                 return TorchWork([], [], None)
             if kind and not (arguments and hasattr(arguments[-1], "timeout")):
@@ -97,11 +101,14 @@ def operation(kind: str = "", takes_lists: bool = True) -> Callable[[Callable[..
                     if self._on_loss is None:
                         raise
                     self._on_loss(error)
-                    work = TorchWork([], arguments[0], None)  # those of DDP in a step: outputs are the first argument
+                    outputs = arguments[0]  # of the operations of DDP
+                    work = TorchWork([], outputs if isinstance(outputs, list) else [], None)
                 except InputError as error:
                     if kind:
                         self._raise_everywhere(kind, f"{method.__name__}()", error)
                     raise
+                finally:
+                    self._on_loss = None
             except Exception as error:
                 if event is not None:
                     event.end()
@@ -131,6 +138,7 @@ class ProcessGroupAllred(dist.ProcessGroup):
         here = world.current_or_none()
         self.recovery = None if here is None else here.recovery  # in an elastic job; else None
         self._on_loss: Callable[[Exception], None] | None = None  # of the operation that is being started
+        self._is_shut_down = False
         self._store = store
         self._timeout_s = None if timeout is None else timeout.total_seconds()
         # None: nothing is recorded.
@@ -395,6 +403,8 @@ class ProcessGroupAllred(dist.ProcessGroup):
 
     def device_group(self, device: str) -> Any:
         """Return the group that reduces and moves tensors on devices of this type; create it at the first use."""
+        if self.recovery is not None:
+            raise DeviceError(f"tensors on {device} cannot be used with `allred run --elastic`")
         if device not in self._device_groups:
             store = dist.PrefixStore(f"allred/{device}/", self._store)
             self._device_groups[device] = _create_device_group(device, store, self.communicator, self._timeout_s)
@@ -411,6 +421,7 @@ class ProcessGroupAllred(dist.ProcessGroup):
                 for work in [*self._unfinished.values()]:
                     work.wait()
         finally:
+            self._is_shut_down = True
             self._unfinished.clear()
             self._release()
 
@@ -424,7 +435,9 @@ class ProcessGroupAllred(dist.ProcessGroup):
 
     def begin_world(self) -> None:
         """Internal: take the ranks of the new world of an elastic job."""
-        self.communicator, self._on_loss = world.current().communicator, None
+        if self._is_shut_down:
+            return
+        self.communicator = world.current().communicator
         self.flight_record = flight_recorder.group_record(self.communicator, self._timeout_s)
         self._unfinished.clear()
         self._finished.clear()

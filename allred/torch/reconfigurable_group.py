@@ -20,10 +20,11 @@ import socket
 import threading
 from typing import Any
 
+import torch.distributed as dist
 from torch._C import _distributed_c10d
 
 from allred import changing_worlds, world
-from allred.errors import AllredError, InputError, RemoteRankError
+from allred.errors import AllredError, CollectiveTimeout, ConfigError, InputError, RemoteRankError
 from allred.launch.rendezvous_bootstrap import RendezvousConnection
 from allred.launch.rendezvous_client import open_listener, rendezvous, shared_memory_domain
 from allred.torch.process_group import ProcessGroupAllred
@@ -39,7 +40,7 @@ class _NoCommunicator:
         self.rank, self.size = rank, size
 
     def __getattr__(self, name: str) -> Any:
-        raise InputError("this process group has no ranks yet: call dist._reconfigure first")
+        raise InputError("this process group has no ranks: call dist._reconfigure first")
 
 
 class ReconfigurableGroup(ProcessGroupAllred):
@@ -53,13 +54,18 @@ class ReconfigurableGroup(ProcessGroupAllred):
                 "init_process_group(enable_reconfigure=True): the ranks of this process were joined already, by "
                 "allred.init() or by a launcher; start the processes without one"
             )
-        none: Any = _NoCommunicator(options.group_rank, options.group_size)
-        super().__init__(none, options.store, None)
+        none: Any = _NoCommunicator(options.group_rank, options.group_size)  # as in `_take_no_ranks`
+        limit = options.timeout if options.timeout != dist.constants.default_pg_timeout else None
+        super().__init__(none, options.store, limit)
         self._listener: socket.socket | None = None
         self._handle = ""
         self._uuids = set[int]()
         self._connection: RendezvousConnection | None = None
         self._ends: _EndListener | None = None
+
+    def _take_no_ranks(self, rank: int, size: int) -> None:
+        none: Any = _NoCommunicator(rank, size)
+        self.communicator = none
 
     def get_reconfigure_handle(self) -> str:
         """Return the handle of this process, the same until the next `reconfigure`."""
@@ -90,26 +96,40 @@ class ReconfigurableGroup(ProcessGroupAllred):
                 f"reconfigure: {handles.count(mine)} of the {len(handles)} handles are that of this process; expected "
                 "one. A handle is valid for one call: exchange the results of dist._get_reconfigure_handle() again"
             )
-        self._uuids.add(uuid)
-        self._leave()
         try:
             about = [json.loads(handle) for handle in handles]
-            addresses = {f"rank {rank}": each["address"] for rank, each in enumerate(about)}
+            addresses = {f"rank {rank}": "" + each["address"] for rank, each in enumerate(about)}
             secret = hashlib.sha256(" ".join([str(uuid), *(each["secret"] for each in about)]).encode()).hexdigest()
         except (ValueError, KeyError, TypeError):
             raise InputError("reconfigure: a handle is not a result of dist._get_reconfigure_handle()") from None
         limit_s = opts.timeout.total_seconds() if opts.timeout is not None else 0.0
-        limit_s, listener, self._listener = limit_s if limit_s > 0 else _LIMIT_S, self._listener, None
+        limit_s = limit_s if limit_s > 0 else self._timeout_s or _LIMIT_S
+        self._uuids.add(uuid)
+        self._leave()
+        listener, self._listener = self._listener, None
         name = f"rank {handles.index(mine)}"
-        joined = rendezvous(addresses, name, secret, limit_s, listener)
+        try:
+            joined = rendezvous(addresses, name, secret, limit_s, listener)
+        except CollectiveTimeout:
+            raise CollectiveTimeout(
+                f"reconfigure: {name} has waited {limit_s:g} s (timeout) for the other {len(handles) - 1} processes"
+            ) from None
+        except ConfigError as error:
+            raise InputError(f"reconfigure: the processes pass different uuids or handles ({error})") from None
         self._connection = connection = RendezvousConnection(joined, limit_s, tuple(addresses))
         connection.report("starts")  # never "up": so it reports the ends of the others
-        changing_worlds.join_group(connection)
+        try:
+            changing_worlds.join_group(connection)
+        except BaseException:
+            self._leave()
+            raise
         self._ends = _EndListener(connection, world.current())
         self.begin_world()
 
     def _leave(self) -> None:
-        changing_worlds.abandon()
+        if self._connection is not None:  # else the world, if there is one, is not of this group
+            changing_worlds.abandon()
+            self._take_no_ranks(self.communicator.rank, self.communicator.size)
         (ends, self._ends), (connection, self._connection) = (self._ends, None), (self._connection, None)
         if ends is not None:
             ends.close()
@@ -118,7 +138,7 @@ class ReconfigurableGroup(ProcessGroupAllred):
 
     def abort(self) -> None:
         """End the operations that wait, with an error. `reconfigure` makes the group usable again."""
-        if self._connection is not None:
+        if self._ends is not None:
             self.communicator.queue.poison("the process group was aborted")
 
     def get_error(self) -> Any:

@@ -58,7 +58,8 @@ def env_rendezvous(
     rank, size = allred.rank(), allred.size()
     _check_rank_and_size(int(given.get("rank", rank)), int(given.get("world_size", size)))
     _set_env_variables(os.environ)
-    if world.current().recovery is not None:  # a process that joins finds no store of the others; nothing needs it
+    recovery = world.current().recovery
+    if recovery is not None and recovery.joins_alone:  # it finds no store of the others; nothing needs one
         return dist.HashStore(), rank, size
     host = "127.0.0.1"
     if world.current().topology.nodes > 1:  # the same on all ranks

@@ -1,5 +1,6 @@
 """The program of test_elastic.py with a loop of its own, which calls allred.recover(). RECOVER_PROGRAM: JSON with
-`directory`, where each process writes result-PID, and `kill`: the rank of the first world that dies, and in which step.
+`directory`, where each process writes result-PID; `kill`: the rank of the first world that dies, and in which step;
+`size`: the number of ranks at the end, for which it trains longer.
 """
 
 import json
@@ -17,9 +18,9 @@ def batch_of(step):
     return np.random.default_rng(step).integers(0, ROWS, BATCH)
 
 
-def serial():
+def serial(steps):
     targets, w = np.random.default_rng(7).standard_normal((ROWS, 3)), np.zeros(3)
-    for step in range(STEPS):
+    for step in range(steps):
         w -= 0.1 * (w - targets[batch_of(step)].mean(axis=0))
     return w
 
@@ -31,7 +32,7 @@ def main():
     opt.broadcast(w)
     given = json.loads(os.environ["RECOVER_PROGRAM"])
     recovered, (rank, last) = 0, given["kill"]
-    while opt.global_step < STEPS:
+    while opt.global_step < STEPS or allred.size() != given["size"]:
         rows = np.array_split(batch_of(opt.global_step), allred.size())[allred.rank()]
         if (allred.rank(), opt.global_step, allred.world.current().generation) == (rank, last, 1):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -41,7 +42,13 @@ def main():
         except allred.RanksChanged:
             allred.recover()
             recovered += 1
-    result = {"rank": allred.rank(), "size": allred.size(), "recovered": recovered, "w": w.tolist()}
+    result = {
+        "rank": allred.rank(),
+        "size": allred.size(),
+        "recovered": recovered,
+        "steps": opt.global_step,
+        "w": w.tolist(),
+    }
     with open(f"{given['directory']}/result-{os.getpid()}", "w") as file:
         json.dump(result, file)
 

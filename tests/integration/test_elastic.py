@@ -208,13 +208,33 @@ def test_the_host_file_changes(tmp_path):
     assert len(list(tmp_path.glob("ledger-*"))) == 5
 
 
+def test_all_hosts_of_the_host_file_are_replaced(tmp_path):
+    """The old ranks leave when new ones are there to receive the state."""
+    file = tmp_path / "hosts"
+    with hosts(3, tmp_path) as here:
+        _, first, second = here.names
+        file.write_text(f"{first} slots=2\n")
+
+        def change():
+            (tmp_path / "new").write_text(f"{second} slots=3\n")
+            (tmp_path / "new").rename(file)
+
+        thread = when_training(tmp_path, 2, change)
+        more = {"env": {"HYDRA_LAUNCHER_EXEC": str(tmp_path / "agent")}, "prefix": here.inside(0)}
+        words = ["-np", 2, "--hostfile", file, "--max-np", 3]
+        result, found = elastic(tmp_path, *words, epochs=80, pause_s=0.005, **more)
+        thread.join()
+        here.wait_for_end()
+    trained(result, found, 3, epochs=80)
+
+
 def test_an_agent_that_does_not_connect(tmp_path):
     (tmp_path / "agent").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "agent").chmod(0o755)
     env = {"HYDRA_LAUNCHER_EXEC": str(tmp_path / "agent"), "ALLRED_START_TIMEOUT_S": "2"}
     result, _ = elastic(tmp_path, "--hosts", "localhost,192.0.2.1", "-np", 2, env=env)
     assert result.code == 1, result.text
-    assert "was not started: the agent of its host has not connected for 2 s (ALLRED_START_TIMEOUT_S)" in result.err
+    assert "was not started: the agent of its host has not connected for " in result.err, result.text
 
 
 def test_a_stopped_rank_is_killed(tmp_path):
@@ -259,8 +279,8 @@ def test_a_job_is_resized(has_session, tmp_path):
 
 @pytest.mark.parametrize(("words", "text"), [
     (["--mode", "ps"], "--elastic is for mode sync"),
-    (["--max-np", 3], "--elastic does not have --max-np"),
     (["--min-np", 3], "2 ranks are not within --min-np 3"),
+    (["--max-np", 1], "2 ranks are not within --max-np 1"),
 ])  # fmt: skip
 def test_options_that_do_not_fit_are_an_error(words, text, tmp_path):
     result = run([BIN["mpich"] / "python", "-m", "allred", "run", "--elastic", "-np", 2, *words, "train.py"])
@@ -342,18 +362,17 @@ def test_a_loop_without_steps_raises_that_the_ranks_change(tmp_path):
 @pytest.mark.parametrize("spares", [0, 1])
 @pytest.mark.parametrize("killed", [(0, 0), pytest.param((1, 9), marks=full)])
 def test_a_loop_of_the_program_calls_recover(killed, spares, tmp_path):
-    own = {
-        "XDG_RUNTIME_DIR": str(tmp_path), "RECOVER_PROGRAM": json.dumps({"directory": str(tmp_path), "kill": killed}),
-    }  # fmt: skip
+    given = {"directory": str(tmp_path), "kill": killed, "size": 2 + spares}
+    own = {"XDG_RUNTIME_DIR": str(tmp_path), "RECOVER_PROGRAM": json.dumps(given)}
     words = ["-m", "allred", "run", "--elastic", "-np", 3, *["--spares", 1] * spares, HERE / "recover_program.py"]
     result = run([BIN["mpich"] / "python", *words], 60, own, cwd=tmp_path)
     assert result.code == 0, result.text
     found = sorted((json.loads(path.read_text()) for path in tmp_path.glob("result-*")), key=lambda each: each["rank"])
     assert [(each["rank"], each["size"]) for each in found] == [(rank, 2 + spares) for rank in range(2 + spares)]
-    assert sorted(each["recovered"] for each in found) == [0] * spares + [1, 1], (found, result.text)
+    assert sum(each["recovered"] > 0 for each in found) == 2, (found, result.text)
     for each in found:
         assert each["w"] == found[0]["w"], result.text
-        np.testing.assert_allclose(each["w"], recover_program.serial(), rtol=1e-12)
+        np.testing.assert_allclose(each["w"], recover_program.serial(each["steps"]), rtol=1e-12)
 
 
 @full

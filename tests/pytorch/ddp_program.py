@@ -1,7 +1,9 @@
 """DistributedDataParallel on backend allred, compared with gloo."""
 
 import contextlib
+import math
 import sys
+import tempfile
 
 import group_case_runner
 import pytest
@@ -106,6 +108,36 @@ def session(rank, size):
     wrong = allred.distributed(torch.optim.SGD(model.parameters(), lr=0.1), accumulate=2, op=allred.Sum)
     with pytest.raises(allred.InputError, match=r"op, accumulate of allred.distributed has no effect on"):
         wrong.allred.broadcast(model)
+    other = torch.nn.Parameter(torch.ones(1))
+    wrong = allred.distributed(torch.optim.SGD([*model.parameters(), other], lr=0.1))
+    with pytest.raises(allred.InputError, match="is not a parameter of this DistributedDataParallel"):
+        wrong.allred.broadcast(model)
+
+
+def nan_and_drift(rank, size):
+    """Gradients that DDP has averaged are checked as others, and the parameters are compared."""
+    for problem in ("nan", "skip", "drift", "save"):
+        net = torch.nn.Linear(3, 2)
+        model = DistributedDataParallel(net)
+        optimizer = torch.optim.SGD(net.named_parameters(), lr=0.1)
+        optimizer = allred.distributed(optimizer, nonfinite="skip" if problem == "skip" else None)
+        if problem == "save" and rank == 0:
+            with tempfile.TemporaryDirectory() as directory:
+                optimizer.allred.save(directory, model)  # changes nothing
+        optimizer.allred.broadcast(model)
+        optimizer.param_groups[0]["lr"] += rank * (problem == "drift")
+        before = net.weight.detach().clone()
+        model(torch.full((2, 3), math.nan if problem in ("nan", "skip") and rank else 1.0)).sum().backward()
+        if problem == "nan":
+            with pytest.raises(allred.NonFiniteError, match="averaged gradients are not finite: 'weight'"):
+                optimizer.step()
+        elif problem == "drift":
+            with pytest.raises(allred.DriftError, match=r"the optimizer's 0\.lr is 0\.1 on rank 0"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        assert torch.equal(before, net.weight) == (problem != "save")
+        assert optimizer.allred.skipped == (problem == "skip")
 
 
 def bucket_views(rank, size):
@@ -263,6 +295,8 @@ def errors_in_backward(rank, size):
 
 CASES = [
     plain,
+    session,
+    nan_and_drift,
     bucket_views,
     no_sync,
     unused_parameters,

@@ -106,3 +106,32 @@ def test_a_spare_constructs_ddp_while_the_others_train(killed, where, has_sessio
     )
     check(result, found, 2, halves)
     assert "2 ranks go on, 1 of them new" in result.err, result.text
+
+
+@pytest.mark.parametrize("what", ["inner module", "new_group", "FSDP"])
+def test_refusals(what, tmp_path):
+    code = """if True:
+        import sys, torch, torch.distributed as dist, allred
+        allred.init(banner=False)
+        dist.init_process_group("allred")
+        net = torch.nn.Linear(3, 2)
+        if sys.argv[1] == "new_group":
+            dist.new_group([0])
+        if sys.argv[1] == "FSDP":
+            from torch.distributed.fsdp import fully_shard
+            fully_shard(net)
+        else:
+            ddp = torch.nn.parallel.DistributedDataParallel(net)
+        opt = allred.distributed(torch.optim.SGD(net.parameters(), lr=0.1))
+        opt.allred.broadcast(net)
+    """
+    (tmp_path / "program.py").write_text(code)
+    command = [sys.executable, "-m", "allred", "run", "--elastic", "-np", 1, "program.py", what]
+    result = run(command, 60, {"XDG_RUNTIME_DIR": str(tmp_path)}, cwd=tmp_path)
+    expected = {
+        "inner module": "without that (pass this DDP itself to broadcast or track) cannot be used",
+        "new_group": "groups beside the default group cannot be used with `allred run --elastic`",
+        "FSDP": "parameters that FSDP splits over the ranks (a death loses a part of them) cannot be used",
+    }[what]
+    assert result.code == 1, result.text
+    assert expected in result.err, result.text

@@ -167,7 +167,7 @@ def test_the_ranks_of_an_elastic_job_go_on(
     """srun starts an agent on the second node. A rank there dies."""
     env = mpi_env("mpich")
     skip_without_allred(env["VENV"])
-    given = json.dumps({"directory": str(tmp_path), "kill": [2, 9]})
+    given = json.dumps({"directory": str(tmp_path), "kill": [2, 9], "size": 3 + spares})
     words = f"-m allred run --elastic{' --spares 1' * spares} {ROOT / 'tests' / 'integration' / 'recover_program.py'}"
     script = tmp_path / "elastic.sh"
     script.write_text(f"#!/bin/sh\nRECOVER_PROGRAM='{given}' exec \"$VENV/bin/python\" {words}\n")

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from allred import log, native, world
+from allred import log, native, nest, world
 from allred.comm.communicator import Communicator
 from allred.comm.header import mix
 from allred.data import loader
@@ -47,6 +47,7 @@ class MistakeChecks:
         self._communicator: Communicator  # of the current step
         self._found: dict[str, str] = {}  # gradients of the current step that are not finite, in `scan_bucket`
         self.steps = 0  # completed negotiations, those of the root after a broadcast
+        self._checked_until = _FIRST  # `passes_averaged` compares the ranks in each step until then
         self._equal_at = 0  # the last step before which the parameters of all ranks were equal
 
     @property
@@ -121,6 +122,24 @@ class MistakeChecks:
             _averaged.clear()
             return True
         return self.passes_reduced(None, plan, values, nonfinite)
+
+    def begin(self, steps: int) -> None:
+        """Begin after this number of steps, the same on all ranks: with another rank's state, or in a new world."""
+        self.steps, self._checked_until = steps, steps + _FIRST
+
+    def passes_averaged(self, given: StepInput, plan: Plan) -> bool:
+        """Check gradients that were averaged outside of this library: they are the same on all ranks. Return whether
+        they are used. Some steps compare the ranks, which is collective. Raises NonFiniteError and DriftError."""
+        self._communicator, self.samples = given.communicator, given.samples
+        every, step = world.current().config.check_steps if given.communicator.size > 1 else 0, self.steps + 1
+        if every and (step <= self._checked_until or step % every == 0):
+            self._compare_ranks(plan, given.values, given.params)
+        self.steps += 1
+        if self.policy == "ignore" or not finite.scan(plan, given.values, ranks=1) & NONFINITE:
+            return True
+        (name, found), *more = finite.describe(plan, given.values).items()
+        others = f"; and {len(more)} more" if more else ""
+        return self._refuse(f"averaged gradients are not finite: {nest.quoted(name)} ({found}){others}")
 
     def end(self, updated: bool) -> None:
         """End a step. updated: whether the optimizer has made an update."""
