@@ -10,7 +10,7 @@ from allred import world
 from allred.comm.bootstrap import Bootstrap
 from allred.comm.process_set import PROCESS_SETS
 from allred.config import explicit_settings, settle
-from allred.errors import AllredError, ConfigError, RanksChanged
+from allred.errors import AllredError, ConfigError
 from allred.launch.rendezvous_bootstrap import RendezvousBootstrap, RendezvousConnection
 from allred.membership.agent_connection import AgentConnection
 from allred.membership.recovery import Recovery
@@ -66,7 +66,7 @@ def _create(
             raise ConfigError(f"{names} cannot be used with {what}")
     try:
         create_world(bootstrap, "no MPI", facts, cluster, recovery)
-    except RanksChanged:
+    except AllredError:
         bootstrap.close()
         raise
 

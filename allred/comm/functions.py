@@ -390,8 +390,15 @@ def join(process_set: ProcessSet | None = None) -> int:
     process_set: the ranks whose operations these are; default: all ranks. Nothing is copied when a process set
         has joined.
 
+    Raises InputError in a job of `allred run --elastic`.
+
     Example: after a loop over batches whose number differs between ranks, `last = allred.join()`.
     """
+    if world.current().recovery is not None:
+        raise InputError(
+            "join() cannot be used with `allred run --elastic`: the ranks may change meanwhile. Use a loop over "
+            "allred.data, which has the same number of batches on all ranks"
+        )
     communicator, first = current(process_set), True
     joined_at = communicator.operations
     while (last := communicator.join(first).wait(math.inf)) is None:

@@ -1,8 +1,8 @@
 """`Recovery`: how this process leaves a world whose ranks change, and forms the next one with the others.
 
 1  the coordinator poisons the world: each wait raises RanksChanged (`error`), and `opt.step` makes no update
-2  the next batch of a loop over `allred.data` calls `form`: the process leaves its world, reports its committed step,
-   waits until all others have, and builds the next world with them
+2  the next batch of a loop over `allred.data`, or `recover`, calls `form`: the process leaves its world, reports its
+   committed step, waits until all others have, and builds the next world with them
 3  if a process has another state, or is new, all take part in `_transfer`: it receives parameters, the state of the
    optimizer and the position in the data from the source
 4  the loop continues after the committed step: the samples of a lost step are dealt again over the new ranks
@@ -196,7 +196,7 @@ class Recovery:
                 "recover(): call broadcast(params) of the optimizer, or session.track, before the training"
             )
 
-    def follow(self, follower: "Follower") -> None:
+    def follow(self, follower: Follower) -> None:
         """Let an object begin each new world. It is not kept alive."""
         self._followers.add(follower)
 

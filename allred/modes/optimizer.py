@@ -69,7 +69,7 @@ class DistributedOptimizer:
 
     _make_options = StepOptions
     interrupted = False  # whether the last step made no update, because the ranks of an elastic job change
-    checks_operations = False  # whether a step is lost if an operation of the program before it is
+    checks_operations = False  # whether a step is lost if an operation of DDP before it was
 
     def __new__(cls, *arguments: Any, **options: Any) -> Any:
         target = arguments[0] if arguments else options.get("optimizer")

@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import functools
 import itertools
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -441,6 +442,8 @@ class ProcessGroupAllred(dist.ProcessGroup):
         self.flight_record = flight_recorder.group_record(self.communicator, self._timeout_s)
         self._unfinished.clear()
         self._finished.clear()
+        if self.recovery is not None:
+            rendezvous.set_env_variables(os.environ)
         elastic_group.begin_world(self)
 
     def getRank(self) -> int:  # noqa: N802

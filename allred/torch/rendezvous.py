@@ -57,7 +57,7 @@ def env_rendezvous(
         allred.init()
     rank, size = allred.rank(), allred.size()
     _check_rank_and_size(int(given.get("rank", rank)), int(given.get("world_size", size)))
-    _set_env_variables(os.environ)
+    set_env_variables(os.environ)
     recovery = world.current().recovery
     if recovery is not None and recovery.joins_alone:  # it finds no store of the others; nothing needs one
         return dist.HashStore(), rank, size
@@ -137,7 +137,8 @@ def _started_by_torchrun() -> bool:
 _own_variables: dict[str, str] = {}  # that this module has set
 
 
-def _set_env_variables(environ: MutableMapping[str, str]) -> None:
+def set_env_variables(environ: MutableMapping[str, str]) -> None:
+    """Set the variables of torch programs for this rank, if the program or a launcher has not set others."""
     found = {"RANK": allred.rank(), "WORLD_SIZE": allred.size()}
     found |= {"LOCAL_RANK": allred.local_rank(), "LOCAL_WORLD_SIZE": allred.local_size()}
     for name, number in found.items():

@@ -511,6 +511,7 @@ print(sorted(seen[-8:]), flush=True)
 @pytest.mark.parametrize(("code", "text"), [
     ("allred.data.stream(iter(range(9)), batch_size=3).__iter__().__next__()", "can be iterated over only once"),
     ("allred.SharedCounter('x').add(1)", "would return to 0 with each change"),
+    ("allred.join()", "join() cannot be used with `allred run --elastic`"),
     ("opt.step(w, np.ones(3)); allred.distributed(allred.optim.SGD(lr=1.0)).step(w, w)", "recovers one optimizer"),
     ("allred.distributed(allred.optim.SGD(lr=1.0), accumulate=2).step(w, w)", "recovers one optimizer"),
 ])  # fmt: skip
