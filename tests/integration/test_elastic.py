@@ -208,6 +208,7 @@ def test_the_host_file_changes(tmp_path):
     assert len(list(tmp_path.glob("ledger-*"))) == 5
 
 
+@full
 def test_all_hosts_of_the_host_file_are_replaced(tmp_path):
     """The old ranks leave when new ones are there to receive the state."""
     file = tmp_path / "hosts"
@@ -359,7 +360,7 @@ def test_a_loop_without_steps_raises_that_the_ranks_change(tmp_path):
     assert sorted(result.out.splitlines()) == ["raised 1 on 0 of 2", "raised 1 on 1 of 2"], result.text
 
 
-@pytest.mark.parametrize("spares", [0, 1])
+@pytest.mark.parametrize("spares", [pytest.param(0, marks=full), 1])
 @pytest.mark.parametrize("killed", [(0, 0), pytest.param((1, 9), marks=full)])
 def test_a_loop_of_the_program_calls_recover(killed, spares, tmp_path):
     given = {"directory": str(tmp_path), "kill": killed, "size": 2 + spares}

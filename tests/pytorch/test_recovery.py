@@ -108,7 +108,7 @@ def test_a_spare_constructs_ddp_while_the_others_train(killed, where, has_sessio
     assert "2 ranks go on, 1 of them new" in result.err, result.text
 
 
-@pytest.mark.parametrize("what", ["inner module", "new_group", "FSDP"])
+@pytest.mark.parametrize("what", ["inner module", *(pytest.param(each, marks=full) for each in ("new_group", "FSDP"))])
 def test_refusals(what, tmp_path):
     code = """if True:
         import sys, torch, torch.distributed as dist, allred
