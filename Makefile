@@ -217,7 +217,7 @@ format: $(VENV_mpich)/.dev ## let ruff and clang-format rewrite the sources
 	$(VENV_mpich)/bin/clang-format -i csrc/*.[ch] csrc/python/*.[ch] tests/csrc/*.c tests/csrc/*.h
 
 clean: ## remove the environments and what was built
-	rm -rf $(VENV_mpich) $(VENV_openmpi) build *.egg-info allred/native/*.so .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV_mpich) $(VENV_openmpi) .venv-reconfigure build *.egg-info allred/native/*.so .pytest_cache .mypy_cache .ruff_cache
 
 # One rule makes all environments. The stamp of each set of extras depends on what the extension is built from.
 .venv/bin/python .venv-openmpi/bin/python .venv-reconfigure/bin/python:

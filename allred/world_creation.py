@@ -3,7 +3,7 @@
     facts of all ranks, exchanged -> settings, compared -> nodes and roles -> backend -> World -> watcher -> banner
 
 All ranks exchange their settings before one of them raises, so an unusable setting is the same error on all ranks. A
-rank without settings takes those of the chief, because launchers over ssh do not forward variables.
+rank without settings takes the chief's settings, because launchers over ssh do not forward variables.
 
 Modules that only some jobs need (mode ps, clients) are imported where they are used, so that other jobs start sooner.
 """

@@ -93,7 +93,7 @@ def answer_to_joiner(method: str, arguments: Sequence[Any]) -> None:
 
 
 def begin_world(group: Any) -> None:
-    """Tell torch the ranks of a group whose communicator is that of a new world."""
+    """Tell torch the new ranks of a group, and give its DDPs new reducers."""
     if (group.size(), group.rank()) != (group.communicator.size, group.communicator.rank):
         raise ConfigError(f"torch {torch.__version__} cannot change the ranks of a process group; use a later version")
     dist.distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(group.communicator.size)}

@@ -26,7 +26,7 @@ from torch._C import _distributed_c10d
 from allred import changing_worlds, world
 from allred.errors import AllredError, CollectiveTimeout, ConfigError, InputError, RemoteRankError
 from allred.launch.rendezvous_bootstrap import RendezvousConnection
-from allred.launch.rendezvous_client import open_listener, rendezvous, shared_memory_domain
+from allred.launch.rendezvous_client import open_listener, rendezvous
 from allred.torch.process_group import ProcessGroupAllred
 from allred.torch.torch_work import TorchWork, as_torch_error
 
@@ -34,13 +34,17 @@ _LIMIT_S = 1800.0  # for the other processes to call it, without a timeout
 
 
 class _NoCommunicator:
-    """Stands for the communicator until `reconfigure`. rank, size: as in init_process_group."""
+    """Replaces the communicator until `reconfigure`. rank, size: the last ones; first those of init_process_group."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
     def __getattr__(self, name: str) -> Any:
         raise InputError("this process group has no ranks: call dist._reconfigure first")
+
+
+def _no_communicator(rank: int, size: int) -> Any:
+    return _NoCommunicator(rank, size)
 
 
 class ReconfigurableGroup(ProcessGroupAllred):
@@ -54,26 +58,20 @@ class ReconfigurableGroup(ProcessGroupAllred):
                 "init_process_group(enable_reconfigure=True): the ranks of this process were joined already, by "
                 "allred.init() or by a launcher; start the processes without one"
             )
-        none: Any = _NoCommunicator(options.group_rank, options.group_size)  # as in `_take_no_ranks`
         limit = options.timeout if options.timeout != dist.constants.default_pg_timeout else None
-        super().__init__(none, options.store, limit)
+        super().__init__(_no_communicator(options.group_rank, options.group_size), options.store, limit)
         self._listener: socket.socket | None = None
         self._handle = ""
         self._uuids = set[int]()
         self._connection: RendezvousConnection | None = None
         self._ends: _EndListener | None = None
 
-    def _take_no_ranks(self, rank: int, size: int) -> None:
-        none: Any = _NoCommunicator(rank, size)
-        self.communicator = none
-
     def get_reconfigure_handle(self) -> str:
         """Return the handle of this process, the same until the next `reconfigure`."""
         if self._listener is None:
             other = os.environ.get("MASTER_ADDR", socket.gethostname())
             self._listener, address = open_listener(on_one_host=False, other_host=other)
-            about = {"address": address, "secret": secrets.token_hex(16), "node": shared_memory_domain()}
-            self._handle = json.dumps(about)
+            self._handle = json.dumps({"address": address, "secret": secrets.token_hex(16)})
         return self._handle
 
     def reconfigure(self, opts: Any) -> TorchWork:
@@ -93,8 +91,8 @@ class ReconfigurableGroup(ProcessGroupAllred):
             raise InputError(f"reconfigure: uuid {uuid} was already used; pass a new one in each call")
         if handles.count(mine) != 1:
             raise InputError(
-                f"reconfigure: {handles.count(mine)} of the {len(handles)} handles are that of this process; expected "
-                "one. A handle is valid for one call: exchange the results of dist._get_reconfigure_handle() again"
+                f"reconfigure: the {len(handles)} handles have this process {handles.count(mine)} times, expected "
+                "once. A handle is valid for one call: exchange the results of dist._get_reconfigure_handle() again"
             )
         try:
             about = [json.loads(handle) for handle in handles]
@@ -129,7 +127,7 @@ class ReconfigurableGroup(ProcessGroupAllred):
     def _leave(self) -> None:
         if self._connection is not None:  # else the world, if there is one, is not of this group
             changing_worlds.abandon()
-            self._take_no_ranks(self.communicator.rank, self.communicator.size)
+            self.communicator = _no_communicator(self.communicator.rank, self.communicator.size)
         (ends, self._ends), (connection, self._connection) = (self._ends, None), (self._connection, None)
         if ends is not None:
             ends.close()

@@ -1,4 +1,4 @@
-"""`allred run --elastic`: deaths, and what the ranks that go on compute. About 50 s in one process."""
+"""`allred run --elastic`: deaths, and what the ranks that go on compute. About 50 s in two processes."""
 
 import collections
 import contextlib

@@ -144,9 +144,9 @@ def wrong_calls():
     form(rank, [mine])
     with pytest.raises(RuntimeError, match=r"uuid \d was already used"):
         form(rank, [group.get_reconfigure_handle()])
-    with pytest.raises(InputError, match="0 of the 1 handles are that of this process"):
+    with pytest.raises(InputError, match="the 1 handles have this process 0 times, expected once"):
         form(10, [mine])
-    with pytest.raises(InputError, match="2 of the 2 handles are that of this process"):
+    with pytest.raises(InputError, match="the 2 handles have this process 2 times, expected once"):
         form(10, [group.get_reconfigure_handle()] * 2)
     with pytest.raises(InputError, match="a handle is not a result of"):
         form(10, [group.get_reconfigure_handle(), "wrong"])

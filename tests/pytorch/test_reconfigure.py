@@ -1,4 +1,4 @@
-"""The group of `dist._reconfigure` in three processes. With torch before 2.14 its methods are called. About 12 s."""
+"""The group of `dist._reconfigure` in three processes. With torch before 2.14 its methods are called. About 17 s."""
 
 import pathlib
 import subprocess

@@ -1,4 +1,4 @@
-"""Torch optimizers in a job of `allred run --elastic`: a rank dies, and the others go on. About 25 s in two processes.
+"""Torch optimizers in a job of `allred run --elastic`: a rank dies, and the others go on. About 45 s in two processes.
 
 tests/integration/test_elastic.py has the deaths, and what ranks without torch compute.
 """
