@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "allreduce_in_place.h"
+#include "encode.h"
 #include "scan.h"
 
 /*
@@ -205,54 +206,88 @@ static void copy_parts(allred_operation *op) {
  * Across hosts (network.h).
  */
 
-allred_window allred_fill_window(allred_operation *op, char *to, size_t room) {
-  const allred_tensor *tensor = &op->tensors[op->filled.tensor];
-  const int dtype = tensor->dtype, sum_dtype = allred_sum_dtype(dtype), widens = sum_dtype != dtype;
-  const size_t all = room, item = allred_dtype_bytes(dtype);
-  size_t offset;
-  op->chunk_dtype = dtype;
-  op->chunk_wire = 0;
-  while (takes_more(op, room)) {
-    const size_t bytes = next_piece(op, &op->filled, room >> widens, &tensor, &offset);
-    const void *from = tensor->in + offset;
-    if (op->weighted)
-      allred_weigh(to, from, bytes, dtype, allred_weight(op, &op->header));
-    else if (widens)
-      allred_wide_kernel(op->variant, dtype, sum_dtype, ALLRED_SUM)(to, &from, 1, bytes / item, 1);
-    else
-      memcpy(to, from, bytes);
-    to += bytes << widens;
-    room -= bytes << widens;
-  }
-  return (allred_window){all - room, sum_dtype};
+/* The dtype of a tensor's numbers in windows. */
+static int window_dtype(const allred_tensor *tensor) {
+  return tensor->wire ? ALLRED_FLOAT32 : allred_sum_dtype(tensor->dtype);
 }
 
-/* Round sums to the dtype of the tensor. */
-static void write_narrow(allred_operation *op, const allred_tensor *tensor, int dtype, size_t offset, const char *from,
-                         size_t bytes) {
-  const allred_narrow kernel = allred_narrow_kernel(op->variant, dtype, tensor->dtype);
+static void round_doubles(float *to, const double *from, size_t count) {
+  for (size_t i = 0; i < count; i++) to[i] = (float)from[i];
+}
+
+static void widen_floats(double *to, const float *from, size_t count) {
+  for (size_t i = 0; i < count; i++) to[i] = from[i];
+}
+
+/* Copy numbers of the chunk's dtype to a window of float32: multiplied by this rank's weight, and converted. */
+static void fill_converted(const allred_operation *op, char *to, const char *from, size_t count) {
+  const size_t item = allred_dtype_bytes(op->chunk_dtype);
+  _Alignas(ALLRED_LINE) char block[ALLRED_BLOCK_BYTES];
+  for (size_t at = 0, length; at < count; at += length, to += length * sizeof(float)) {
+    length = allred_smaller(count - at, sizeof block / item);
+    if (op->weighted)
+      allred_weigh(block, from + at * item, length * item, op->chunk_dtype, allred_weight(op, &op->header));
+    else
+      memcpy(block, from + at * item, length * item);
+    const void *numbers = block;
+    if (op->chunk_dtype == ALLRED_FLOAT64)
+      round_doubles((float *)(void *)to, numbers, length);
+    else
+      allred_wide_kernel(op->variant, op->chunk_dtype, ALLRED_FLOAT32, ALLRED_SUM)(to, &numbers, 1, length, 1);
+  }
+}
+
+allred_window allred_fill_window(allred_operation *op, char *to, size_t room) {
+  const allred_tensor *tensor = &op->tensors[op->filled.tensor];
+  const allred_window window = {.dtype = window_dtype(tensor), .wire = tensor->wire, .first = op->filled};
+  const size_t all = room, item = allred_dtype_bytes(tensor->dtype), out_item = allred_dtype_bytes(window.dtype);
+  size_t offset;
+  op->chunk_dtype = tensor->dtype;
+  op->chunk_wire = tensor->wire;
+  while (takes_more(op, room)) {
+    const size_t count = next_piece(op, &op->filled, room / out_item * item, &tensor, &offset) / item;
+    const char *from = tensor->in + offset;
+    if (window.dtype != tensor->dtype)
+      fill_converted(op, to, from, count);
+    else if (op->weighted)
+      allred_weigh(to, from, count * item, tensor->dtype, allred_weight(op, &op->header));
+    else
+      memcpy(to, from, count * item);
+    to += count * out_item;
+    room -= count * out_item;
+  }
+  return (allred_window){all - room, window.dtype, window.wire, window.first, 0};
+}
+
+/* Convert sums in a window of float32 to the dtype of the tensor. */
+static void write_converted(allred_operation *op, const allred_tensor *tensor, size_t offset, const char *from,
+                            size_t count) {
   const size_t item = allred_dtype_bytes(tensor->dtype);
   _Alignas(ALLRED_LINE) char block[ALLRED_BLOCK_BYTES];
-  for (size_t at = 0, length; at < bytes; at += length) {
-    length = allred_smaller(bytes - at, ALLRED_BLOCK_BYTES);
-    kernel(block, from + at / item * allred_dtype_bytes(dtype), length / item);
-    allred_write_block(op, tensor, &tensor->out, 1, offset + at, block, length);
+  for (size_t at = 0, length; at < count; at += length, from += length * sizeof(float)) {
+    length = allred_smaller(count - at, sizeof block / item);
+    if (tensor->dtype == ALLRED_FLOAT64)
+      widen_floats((double *)(void *)block, (const float *)(const void *)from, length);
+    else
+      allred_narrow_kernel(op->variant, ALLRED_FLOAT32, tensor->dtype)(block, from, length);
+    allred_write_block(op, tensor, &tensor->out, 1, offset + at * item, block, length * item);
   }
 }
 
 void allred_drain_window(allred_operation *op, const char *const *slices, size_t part, allred_window window) {
+  const size_t from_item = allred_dtype_bytes(window.dtype);
   const allred_tensor *tensor;
   size_t offset;
   for (size_t at = 0, bytes; at < window.bytes; at += bytes) {
-    const int widens = op->tensors[op->drained.tensor].dtype != window.dtype;
-    const size_t room = allred_smaller(window.bytes - at, part - at % part) >> widens;
+    const size_t item = allred_dtype_bytes(op->tensors[op->drained.tensor].dtype);
+    const size_t room = allred_smaller(window.bytes - at, part - at % part) / from_item * item;
     const char *from = slices[at / part] + at;
     bytes = next_piece(op, &op->drained, room, &tensor, &offset);
-    if (widens)
-      write_narrow(op, tensor, window.dtype, offset, from, bytes);
-    else
+    if (tensor->dtype == window.dtype)
       write_checked(op, tensor, offset, from, bytes);
-    bytes <<= widens;
+    else
+      write_converted(op, tensor, offset, from, bytes / item);
+    bytes = bytes / item * from_item;
   }
 }
 

@@ -245,7 +245,7 @@ void allred_begin_host_exchange(allred_operation *op, allred_segment *segment, c
 
 static void read_sum(allred_operation *op) {
   const char *sum = board_sum(network_of(op), op->number);
-  const allred_window window = {sum_bytes(op), allred_sum_dtype(op->chunk_dtype)};
+  const allred_window window = {.bytes = sum_bytes(op), .dtype = allred_sum_dtype(op->chunk_dtype)};
   allred_drain_window(op, &sum, window.bytes, window);
 }
 
@@ -275,6 +275,7 @@ static void begin(allred_operation *op) {
   op->transfer = is_stream ? &headers_then_windows : &headers;
   if (!op->tensor_count) return;
   op->is_inline = !is_small(op);
+  for (size_t i = 0; i < op->tensor_count && !op->is_inline; i++) op->tensors[i].wire = 0;
   op->transfer = op->is_inline ? &headers_then_windows : &small;
 }
 

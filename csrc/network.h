@@ -34,6 +34,10 @@
  * of each window, so all hosts send until the last one. In an allgather nothing is summed: in phase 1 a rank copies
  * each part of its data to the window of the rank that sends it. A broadcast is an allgather to which one rank gives.
  *
+ * In an allreduce with a wire type, phase 3 is another (network_compressed.c): each host encodes the blocks of the
+ * others and sends them, sums its own block in float32 in the order of the hosts, encodes the sum and sends it to all.
+ * So a number is rounded twice for any number of hosts. Small operations, which go with the headers, are not encoded.
+ *
  * Why no rank writes memory that another reads:
  *
  *   1  A rank fills window w only if all ranks of the host have drained window w - WINDOWS.
@@ -81,8 +85,10 @@ typedef struct allred_network {
   size_t *moved;        /* by host: bytes sent, then bytes received: 2 * hosts */
   char *scratch;        /* ALLRED_SCRATCH_BYTES: bytes received that are not added yet */
   size_t scratch_bytes; /* that it holds */
+  char *compressed;     /* of compressed allreduces: allred_compressed_bytes() */
   const struct allred_window_kind *kind;
-  uint64_t filled, summed, drained;
+  uint64_t filled, summed, crossed, drained;
+  size_t passed;         /* of an allreduce: numbers in the windows that are filled */
   uint64_t last;         /* of a reducescatter or allgather: the window behind its last one */
   uint64_t *host_starts; /* likewise: hosts + 1 prefix sums of the bytes of the hosts in windows */
   allred_window table[ALLRED_WINDOWS];
@@ -91,10 +97,12 @@ typedef struct allred_network {
 
 #define ALLRED_SCRATCH_BYTES ((size_t)1 << 18)
 
-/* Return the bytes of shared memory of a host with this many ranks; of the smallest window; of a message. */
+/* Return the bytes of shared memory of a host with this many ranks; of the smallest window; of a message; of the memory
+ * for compressed allreduces, of which little is used before the first one. */
 size_t allred_network_bytes(int local_ranks, int all_ranks, size_t window_bytes);
 static inline size_t allred_least_window_bytes(int hosts) { return (2 * (size_t)hosts + 2) * ALLRED_LINE; }
 size_t allred_message_bytes(const allred_network *network);
+size_t allred_compressed_bytes(const allred_network *network);
 
 /* For allred_segment.across. */
 extern const allred_across allred_across_hosts;
@@ -115,7 +123,7 @@ size_t allred_receive_some(allred_network *network, int host, char *data, size_t
 /* Wait until a connection is ready for what this rank wants to move; see allred_across. */
 int allred_network_wait(const allred_segment *segment, int64_t limit_ns);
 
-/* network_windows.c: the round in which windows pass. */
+/* network_windows.c, network_compressed.c: the round in which windows pass. */
 void allred_begin_windows(allred_operation *op);
 
 #endif

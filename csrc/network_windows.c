@@ -2,7 +2,7 @@
 #include <stdatomic.h>
 #include <string.h>
 
-#include "network.h"
+#include "network_windows.h"
 
 #define SENT_AT_ONCE ((size_t)1 << 18)
 
@@ -32,7 +32,7 @@ static char *window_of(const allred_operation *op, int rank, uint64_t window) {
   return area(op, rank) + 4096 + window % ALLRED_WINDOWS * network_of(op)->window_bytes;
 }
 
-static char *own_window(const allred_operation *op, uint64_t window) {
+char *allred_own_window(const allred_operation *op, uint64_t window) {
   return window_of(op, op->segment->rank, window);
 }
 
@@ -42,9 +42,7 @@ static allred_window *window(const allred_operation *op, uint64_t number) {
   return &network_of(op)->table[number % ALLRED_WINDOWS];
 }
 
-typedef struct {
-  size_t start, bytes;
-} part;
+typedef allred_part part;
 
 static part part_of(size_t bytes, int parts, int index) {
   const size_t each = allred_round_up((bytes + (size_t)parts - 1) / (size_t)parts, ALLRED_LINE);
@@ -52,24 +50,9 @@ static part part_of(size_t bytes, int parts, int index) {
   return (part){start, allred_smaller(each, bytes - start)};
 }
 
-/*
- * What one kind of operation does with a window.
- *
- * reduces, gathers  which half of the ring's steps it takes
- * block             the block of a host, as a part of the window; of it, what rank `slice` sends and receives
- * fill              write this rank's numbers to the window
- * sum               complete the slice of this host in the window of this rank
- * drain             read results
- */
-struct allred_window_kind {
-  int reduces, gathers;
-  part (*block)(const allred_operation *op, uint64_t number, int slice, int block);
-  void (*fill)(allred_operation *op, uint64_t number);
-  void (*sum)(allred_operation *op, uint64_t number);
-  void (*drain)(allred_operation *op, uint64_t number);
-};
-
 static const struct allred_window_kind *kind_of(const allred_operation *op) { return network_of(op)->kind; }
+
+static int cross_ring(allred_operation *op);
 
 static allred_reduce kernel_of(const allred_operation *op, int dtype, int is_last) {
   const int operator = op->op == ALLRED_AVERAGE && !is_last ? ALLRED_SUM : op->op;
@@ -82,7 +65,7 @@ static void sum_part(allred_operation *op, uint64_t number, part at) {
   const void *sources[ALLRED_MAX_RANKS];
   if (op->segment->ranks == 1) return;
   for (int rank = 0; rank < op->segment->ranks; rank++) sources[rank] = window_of(op, rank, number) + at.start;
-  kernel_of(op, dtype, 0)(own_window(op, number) + at.start, sources, op->segment->ranks,
+  kernel_of(op, dtype, 0)(allred_own_window(op, number) + at.start, sources, op->segment->ranks,
                           at.bytes / allred_dtype_bytes(dtype), 1);
 }
 
@@ -98,8 +81,12 @@ static part allreduce_block(const allred_operation *op, uint64_t number, int sli
 }
 
 static void allreduce_fill(allred_operation *op, uint64_t number) {
-  *window(op, number) = allred_fill_window(op, own_window(op, number), network_of(op)->window_bytes);
-  op->segment->sent += window(op, number)->bytes;
+  allred_network *network = network_of(op);
+  allred_window *filled = window(op, number);
+  *filled = allred_fill_window(op, allred_own_window(op, number), network->window_bytes);
+  filled->passed = network->passed;
+  network->passed += filled->bytes / allred_dtype_bytes(filled->dtype);
+  op->segment->sent += allred_wire_bytes(op, filled);
 }
 
 static void allreduce_sum(allred_operation *op, uint64_t number) {
@@ -213,7 +200,7 @@ static void reducescatter_fill(allred_operation *op, uint64_t number) {
   window(op, number)->dtype = sum_dtype;
   for (int host = 0; host < network->hosts; host++)
     for (piece at = first_piece(op, host); next_piece(op, number, host, &at);) {
-      char *to = own_window(op, number) + at.window;
+      char *to = allred_own_window(op, number) + at.window;
       const void *from = op->send + op->send_starts[network->order[at.position]] + (at.array >> widens);
       if (widens)
         widen(to, &from, 1, at.bytes / allred_dtype_bytes(sum_dtype), 1);
@@ -261,9 +248,10 @@ static void allgather_drain(allred_operation *op, uint64_t number) {
 }
 
 static const struct allred_window_kind
-    allreduce = {1, 1, allreduce_block, allreduce_fill, allreduce_sum, allreduce_drain},
-    reducescatter = {1, 0, stream_block, reducescatter_fill, reducescatter_sum, reducescatter_drain},
-    allgather = {0, 1, stream_block, allgather_fill, allgather_sum, allgather_drain};
+    allreduce = {1, 1, allreduce_block, allreduce_fill, allreduce_sum, cross_ring, allreduce_drain},
+    compressed = {1, 1, allreduce_block, allreduce_fill, allreduce_sum, allred_cross_compressed, allreduce_drain},
+    reducescatter = {1, 0, stream_block, reducescatter_fill, reducescatter_sum, cross_ring, reducescatter_drain},
+    allgather = {0, 1, stream_block, allgather_fill, allgather_sum, cross_ring, allgather_drain};
 
 /* ---- fill, sum and drain */
 
@@ -273,8 +261,7 @@ static int all_drained(const allred_operation *op, uint64_t count) {
   return 1;
 }
 
-/* Whether all windows of the operation are filled. */
-static int all_filled(const allred_operation *op) {
+int allred_all_filled(const allred_operation *op) {
   const allred_network *network = network_of(op);
   return op->tensor_count ? op->filled.tensor == op->tensor_count : network->filled == network->last;
 }
@@ -282,7 +269,7 @@ static int all_filled(const allred_operation *op) {
 static int fill(allred_operation *op) {
   allred_network *network = network_of(op);
   const uint64_t number = network->filled;
-  if (all_filled(op)) return 0;
+  if (allred_all_filled(op)) return 0;
   if (number >= ALLRED_WINDOWS && !all_drained(op, number - ALLRED_WINDOWS + 1)) return 0;
   kind_of(op)->fill(op, number);
   network->filled++;
@@ -338,14 +325,13 @@ static int received_block(const allred_network *network, int step) {
   return (network->host + 2 * network->hosts - step - 1) % network->hosts;
 }
 
-/* Return a block of this rank's slice. */
-static part block_of(const allred_operation *op, uint64_t number, int block) {
+part allred_own_block(const allred_operation *op, uint64_t number, int block) {
   return kind_of(op)->block(op, number, op->segment->rank, block);
 }
 
 static void advance(const allred_operation *op, allred_ring_position *at, int block, size_t bytes) {
   at->offset += bytes;
-  if (at->offset < block_of(op, at->window, block).bytes) return;
+  if (at->offset < allred_own_block(op, at->window, block).bytes) return;
   at->offset = 0;
   if (++at->step < end_step(network_of(op))) return;
   at->step = first_step(network_of(op));
@@ -366,12 +352,12 @@ static int send_ring(allred_operation *op) {
   allred_ring_position *out = &network->out;
   if (out->window == network->summed) return 0;
   const int index = sent_block(network, out->step);
-  const part block = block_of(op, out->window, index);
+  const part block = allred_own_block(op, out->window, index);
   const size_t bytes = allred_smaller(ready(op, block) - out->offset, SENT_AT_ONCE);
   size_t sent = 0;
   if (bytes) {
-    sent =
-        allred_send_some(network, next_host(network), own_window(op, out->window) + block.start + out->offset, bytes);
+    sent = allred_send_some(network, next_host(network), allred_own_window(op, out->window) + block.start + out->offset,
+                            bytes);
     if (!sent) return 0;
   } else if (block.bytes) {
     return 0;
@@ -385,7 +371,7 @@ static size_t add(allred_operation *op, const part block) {
   allred_network *network = network_of(op);
   const int dtype = window(op, network->in.window)->dtype;
   const size_t item = allred_dtype_bytes(dtype), bytes = network->scratch_bytes / item * item;
-  char *to = own_window(op, network->in.window) + block.start + network->in.offset;
+  char *to = allred_own_window(op, network->in.window) + block.start + network->in.offset;
   const void *const sources[] = {network->scratch, to};
   const int is_last = network->in.step == network->hosts - 2;
   kernel_of(op, dtype, is_last)(to, sources, 2, bytes / item, op->divisor);
@@ -399,7 +385,7 @@ static int receive_ring(allred_operation *op) {
   allred_ring_position *in = &network->in;
   if (in->window == network->summed) return 0;
   const int index = received_block(network, in->step), host = previous_host(network);
-  const part block = block_of(op, in->window, index);
+  const part block = allred_own_block(op, in->window, index);
   size_t got = 0, rest = block.bytes - in->offset;
   if (rest && in->step < network->hosts - 1) {
     const size_t room = allred_smaller(ALLRED_SCRATCH_BYTES, rest) - network->scratch_bytes;
@@ -409,20 +395,24 @@ static int receive_ring(allred_operation *op) {
     got = add(op, block);
     if (!got) return 1;
   } else if (rest) {
-    got = allred_receive_some(network, host, own_window(op, in->window) + block.start + in->offset, rest);
+    got = allred_receive_some(network, host, allred_own_window(op, in->window) + block.start + in->offset, rest);
     if (!got) return 0;
   }
   advance(op, in, index, got);
   return 1;
 }
 
-static int cross(allred_operation *op) {
+static int cross_ring(allred_operation *op) {
   allred_network *network = network_of(op);
-  if (!has_slice(op)) return 0;
   const int received = receive_ring(op), sent = send_ring(op);
-  const uint64_t crossed = network->in.window < network->out.window ? network->in.window : network->out.window;
-  if (received || sent) atomic_store_explicit(&own_counters(op)->crossed, crossed, memory_order_release);
+  network->crossed = network->in.window < network->out.window ? network->in.window : network->out.window;
   return received || sent;
+}
+
+static int cross(allred_operation *op) {
+  if (!has_slice(op) || !kind_of(op)->cross(op)) return 0;
+  atomic_store_explicit(&own_counters(op)->crossed, network_of(op)->crossed, memory_order_release);
+  return 1;
 }
 
 /* ---- the round */
@@ -431,12 +421,18 @@ static void begin(allred_operation *op, const struct allred_window_kind *kind) {
   allred_network *network = network_of(op);
   const uint64_t first = network->windows;
   network->kind = kind;
-  network->filled = network->summed = network->drained = first;
+  network->filled = network->summed = network->drained = network->crossed = first;
+  network->passed = 0;
   network->in = network->out = (allred_ring_position){first, first_step(network), 0};
   network->scratch_bytes = 0;
 }
 
-static void begin_allreduce(allred_operation *op, char *chunk) { begin(op, &allreduce); }
+static void begin_allreduce(allred_operation *op, char *chunk) {
+  int wire = 0;
+  for (size_t i = 0; i < op->tensor_count; i++) wire |= op->tensors[i].wire;
+  begin(op, wire ? &compressed : &allreduce);
+  if (wire) allred_begin_compressed(op);
+}
 
 static void begin_streams(allred_operation *op, char *chunk) {
   allred_network *network = network_of(op);
@@ -453,7 +449,7 @@ static void begin_streams(allred_operation *op, char *chunk) {
 static int pass_windows(allred_operation *op, char *chunk) {
   allred_network *network = network_of(op);
   const int crossed = cross(op), moved = drain(op) || sum(op) || fill(op) || crossed;
-  if (!all_filled(op) || network->drained != network->filled) return moved ? ALLRED_PROGRESSED : ALLRED_PENDING;
+  if (!allred_all_filled(op) || network->drained != network->filled) return moved ? ALLRED_PROGRESSED : ALLRED_PENDING;
   network->windows = network->filled;
   return ALLRED_DONE;
 }

@@ -37,8 +37,9 @@
 #include "reduce.h"
 #include "segment.h"
 
-/* A tensor to reduce: `bytes` bytes of a dtype of reduce.h. `out` may be `in`. wire: the narrower dtype in which it
- * travels (allred_narrows), or 0. index: its position in the caller's list. location: the position of its location in
+/* A tensor to reduce: `bytes` bytes of a dtype of reduce.h. `out` may be `in`. wire: the type in which its numbers
+ * travel, or 0 if this is their dtype: within a host a narrower dtype (allred_narrows), between hosts an encoding
+ * (encode.h). index: its position in the caller's list. location: the position of its location in
  * the table of locations, set by the operation (allreduce_in_place.h). */
 typedef struct {
   const char *in;
@@ -52,10 +53,13 @@ typedef struct {
   size_t tensor, offset;
 } allred_cursor;
 
-/* Numbers that are summed together: their bytes, and the dtype of the sum. */
+/* Numbers that are summed together: their bytes, and the dtype of the sum. Between hosts also the type in which they
+ * travel, the first tensor and its numbers before the window, and the numbers of the operation before the window. */
 typedef struct {
   size_t bytes;
-  int dtype;
+  int dtype, wire;
+  allred_cursor first;
+  size_t passed;
 } allred_window;
 
 enum { ALLRED_DONE, ALLRED_PENDING, ALLRED_PROGRESSED, ALLRED_DIFFER };
@@ -102,11 +106,12 @@ struct allred_operation {
   int phase, ready_ranks, status;  /* ready_ranks: the ranks below have reached the phase */
   /* a reduction */
   int variant, op, divisor;
-  int weighted;        /* numbers of each rank are multiplied by its weight (allred_weight) */
-  uint64_t samples;    /* of all ranks, in the headers of a step; 0 if they are not counted, and in other operations */
-  int64_t waited_ns;   /* in a step: from the publication of its header until the headers of all ranks agreed */
-  int checks_finite;   /* the same on all ranks */
-  uint32_t nonfinite;  /* 1 + the smallest index of a tensor whose result was found not to be finite; 0: none */
+  int weighted;       /* numbers of each rank are multiplied by its weight (allred_weight) */
+  uint64_t samples;   /* of all ranks, in the headers of a step; 0 if they are not counted, and in other operations */
+  int64_t waited_ns;  /* in a step: from the publication of its header until the headers of all ranks agreed */
+  int checks_finite;  /* the same on all ranks */
+  float *residual;    /* between hosts, of each number of the table that is encoded (encode.h); NULL: errors are lost */
+  uint32_t nonfinite; /* 1 + the smallest index of a tensor whose result was found not to be finite; 0: none */
   size_t tensor_count; /* tensors that pass through the ring; those that are reduced in place lie behind them */
   allred_tensor *tensors;
   allred_cursor filled, drained;
@@ -141,6 +146,9 @@ struct allred_operation {
  * alltoall       send_starts[r] to send_starts[r + 1] of `send` go to rank r; receive_starts likewise;
  *                largest: the most bytes that any rank sends to any other
  * reducescatter  starts[r] to starts[r + 1] of `send`, reduced over all ranks, go to `receive` of rank r
+ *
+ * Between hosts an allreduce encodes tensors with a wire type; `residual`, set after this call, has room for a number
+ * of each element of the table. A rank uses its own part of it, the same one in each operation with an equal table.
  *
  * An allreduce with `checks_finite`, set after this call, checks each block of a result of floats before it writes it.
  * A block that is not finite is written on no rank: with `out` = `in`, the numbers that caused it are still there.

@@ -130,7 +130,7 @@ def array_descriptor(
     (arrays.copied_code if op is _NO_OP else arrays.dtype_code)(array.dtype)  # raises
     if op is not _NO_OP and (problem := ops.refusal(op, array.dtype)):
         raise InputError(problem)
-    _check_compression(compression)
+    _check_compression(compression, None if op is _NO_OP else op)
     reduction = op if op is not _NO_OP else None
     shape = array.shape if shape is None else shape
     return _descriptor(kind, shape, array.dtype, name, reduction, root, rows, compression, array.nbytes, how)
@@ -169,7 +169,7 @@ def group_descriptor(
     """Return the descriptor of a grouped allreduce. Raises InputError if its arguments cannot be used."""
     if problem := ops.refusal(op, np.dtype(np.float32)):
         raise InputError(problem)
-    _check_compression(compression)
+    _check_compression(compression, op)
     each_of(group, lambda array: array_descriptor("grouped_allreduce", array, name, op))  # raises
     lines = tuple(arrays.describe(array.shape, array.dtype) for array in group)
     title = f"grouped_allreduce({_how(op, compression)}){quoted(name)} of {len(group)} tensors"
@@ -196,9 +196,11 @@ def wire_code(compression: Any) -> int:
     return compression.value if type(compression) is Compression else -1
 
 
-def _check_compression(compression: Any) -> None:
+def _check_compression(compression: Any, op: Any) -> None:
     if not isinstance(compression, Compression):
-        raise InputError(f"compression={compression!r}: expected allred.Compression.none, .fp16 or .bf16")
+        raise InputError(f"compression={compression!r}: expected allred.Compression{ops.COMPRESSIONS}")
+    if compression.is_quantized and op not in (None, ReduceOp.AVERAGE, ReduceOp.SUM):
+        raise InputError(f"op={op!r} with compression={compression!r}: use allred.Average or Sum, or no compression")
 
 
 def _how(op: ReduceOp, compression: Compression) -> str:

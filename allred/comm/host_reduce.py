@@ -29,7 +29,7 @@ from allred.comm.device_collectives import DeviceCollectives
 from allred.comm.group import Group
 from allred.comm.header import OpDescriptor, quoted
 from allred.comm.node_memory import any_shared, is_shared
-from allred.comm.ops import Compression, ReduceOp, narrows
+from allred.comm.ops import Compression, ReduceOp, narrows, wire_of
 from allred.comm.work import Steps, Work
 from allred.errors import AllredError
 from allred.fusion import assign_buckets
@@ -53,6 +53,7 @@ class Reduction(NamedTuple):
     compression: Compression
     checks_finite: bool = False
     weight: float | None = None  # of this rank, whose arrays are multiplied by it; None on all ranks: no weights
+    residual: Array | None = None  # see `grouped_allreduce_blocking`
 
     def descriptor(self) -> OpDescriptor:
         """Return the descriptor. Raises InputError if the arguments cannot be used."""
@@ -183,20 +184,23 @@ class HostReductions(Group):
         in_place: bool = False,
         checks_finite: bool = False,
         weight: float | None = None,
+        residual: Array | None = None,
     ) -> Work[list[Array]]:
-        """Reduce a list of arrays as one operation. checks_finite, weight: see `grouped_allreduce_blocking`."""
+        """Reduce a list of arrays as one operation. Other arguments: see `grouped_allreduce_blocking`."""
         op = ops.of(op)
         if self.gpu is not None and any(map(is_device, group)):
             return self.gpu.grouped_allreduce(group, op, name, compression, in_place)
 
-        steps = self._grouped_allreduce(group, in_place, op, name, compression, checks_finite, weight)
+        steps = self._grouped_allreduce(group, in_place, op, name, compression, checks_finite, weight, residual)
         return self.start("grouped_allreduce", name, steps)
 
-    def checked_allreduce_(self, group: Sequence[Any], op: ReduceOp, name: str, compression: Compression) -> Work[int]:
+    def checked_allreduce_(
+        self, group: Sequence[Any], op: ReduceOp, name: str, compression: Compression, residual: Array | None = None
+    ) -> Work[int]:
         """As `grouped_allreduce` in place with `checks_finite`. The result is the value for `nonfinite`."""
 
         def steps() -> Steps[int]:
-            yield from self._grouped_allreduce(group, True, op, name, compression, True)
+            yield from self._grouped_allreduce(group, True, op, name, compression, True, None, residual)
             return self.nonfinite
 
         return self.start("grouped_allreduce", name, steps())
@@ -219,6 +223,7 @@ class HostReductions(Group):
         compression: Compression = _NONE,
         checks_finite: bool = False,
         weight: float | None = None,
+        residual: Array | None = None,
     ) -> list[Array]:
         """Start `grouped_allreduce` and wait for the results; see `allreduce_blocking`.
 
@@ -226,6 +231,8 @@ class HostReductions(Group):
         Only if the backend `checks_finite` and no rank has joined.
         weight: of this rank, whose arrays are multiplied by it before they are reduced; None on all ranks: no weights.
         Only if the backend `weighs`, for Sum and Average; of arrays that are not float32 or float64, 0 and 1 only.
+        residual: float32, a number for each element of the group, initially zeros: the errors of compression, which
+        are added in the next call with an equal group. Only if the backend `encodes`.
         """
         usable = self.queue.idle and not self.checks_places and not (in_place and any_shared(group))
         if self.fast_path is not None and type(group) is list and usable:
@@ -235,13 +242,15 @@ class HostReductions(Group):
             if len(targets) == len(group):
                 try:
                     wire = wire_code(compression)
-                    begun = self.fast_path.grouped_allreduce(group, targets, op, name, wire, checks_finite, weight)
+                    begun = self.fast_path.grouped_allreduce(
+                        group, targets, op, name, wire, checks_finite, weight, residual
+                    )
                     if begun is True:
                         self.nonfinite = self.fast_path.nonfinite
                         return targets
                     if begun is not None:
                         reduction = Reduction(
-                            "grouped_allreduce", group, targets, op, name, compression, checks_finite, weight
+                            "grouped_allreduce", group, targets, op, name, compression, checks_finite, weight, residual
                         )
                         self._complete_now(begun, reduction)
                         return targets
@@ -250,25 +259,25 @@ class HostReductions(Group):
                     raise
         if self.queue.track is not None:
             self.queue.track.call("grouped_allreduce")
-        return self.grouped_allreduce(group, op, name, compression, in_place, checks_finite, weight).wait()
+        return self.grouped_allreduce(group, op, name, compression, in_place, checks_finite, weight, residual).wait()
 
     def step_allreduce(
         self, values: list[Array], op: ReduceOp, title: str, wire: int, checks_finite: bool, agreed: int, window: int,
-        samples: int,
+        samples: int, residual: Array | None = None,
     ) -> bool:  # fmt: skip
         """Reduce the gradients of a step in place, if all ranks are in this step with equal `agreed` and `window`, 0 to
         2**64 - 1. Collective with `check("step")` on other ranks. Returns False if not; then nothing has changed, and
         the ranks call `check("step")`.
 
-        wire, checks_finite: see `grouped_allreduce_blocking`; as the dtypes, part of `agreed`. samples: of this rank;
-        an average is weighted by them if the ranks differ. Sets `nonfinite` and `samples`.
+        wire, checks_finite: see `grouped_allreduce_blocking`; as the dtypes, part of `agreed`. residual: see there.
+        samples: of this rank; an average is weighted by them if the ranks differ. Sets `nonfinite` and `samples`.
         """
         fast, queue, start = self.fast_path, self.queue, time.perf_counter()
         if fast is None or not queue.idle or self.checks_places or self._active is not None:
             return False
         waited_s, peers_s = queue.waited_s, queue.waited_for_peers_s
         try:
-            begun = fast.step_allreduce(values, op, title, wire, checks_finite, agreed, window, samples)
+            begun = fast.step_allreduce(values, op, title, wire, checks_finite, agreed, window, samples, residual)
             if begun is None or (begun is not True and not self._complete_step(begun, title)):
                 return False
         except BaseException as error:
@@ -307,14 +316,18 @@ class HostReductions(Group):
         self.queue.start(f"{reduction.kind}{quoted(reduction.name)}", self._complete(operation, reduction)).wait()
 
     def _reduce(self, reduction: Reduction) -> Steps[None]:
-        descriptor, (_, sources, targets, op, _, compression, checks_finite, _) = reduction.descriptor(), reduction
+        descriptor, (_, sources, targets, op, _, compression, checks_finite, _, residual) = (
+            reduction.descriptor(),
+            reduction,
+        )
         flats = [arrays.flat(target) for target in targets]
         every = list(zip(sources, targets, flats, strict=True))
         begun: list[CheckedOperation] = []
 
         def begin(backend: WithHeader, record: bytes) -> "CheckedOperation":
             given = [flat if source is target else arrays.flat(source) for source, target, flat in every]
-            begun.append(backend.begin_allreduce(record, given, flats, op, compression.value, checks_finite))
+            wires = [wire_of(source, compression, self.backend.encodes) for source in sources]
+            begun.append(backend.begin_allreduce(record, given, flats, op, wires, checks_finite, residual))
             return begun[0]
 
         yield from self.agree_and_move(descriptor, begin, lambda group: reduction.move(group, flats), compression.value)

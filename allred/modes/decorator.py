@@ -62,8 +62,9 @@ class _Distributed:
             step (`opt.skipped` counts them), or "ignore"; default: the setting of that name.
         name: the name of the optimizer in errors.
         process_set: an allred.ProcessSet, the ranks that train together; default: all. Mode sync only.
-        compression: the wire dtype of float32 and float64 gradients: `allred.Compression.none`, `.fp16` or `.bf16`. No
-            effect in mode ps.
+        compression: how gradients travel: an `allred.Compression`. No effect in mode ps.
+        error_feedback: whether the errors of compression between hosts are added to the gradients of the next step;
+            default: with `int8` and `int4`. Takes 4 bytes for each element on each host.
         clip_norm: the largest norm of all gradients together after the reduction (and after `accumulate`); gradients
             with a larger norm are scaled down to it. `opt.grad_norm` is the norm before. Infinity only measures. In
             mode ps each worker clips its own gradients.
@@ -95,6 +96,7 @@ class _Distributed:
         name: str = "opt",
         process_set: ProcessSet | None = None,
         compression: Compression = Compression.none,
+        error_feedback: bool | None = None,
         clip_norm: float | None = None,
         scaler: GradScaler | None = None,
         consistency: Policy | str | None = None,
@@ -103,7 +105,7 @@ class _Distributed:
         sharded: bool = False,
     ) -> Any:
         options = StepOptions(
-            name, op, accumulate, bucket_bytes, nonfinite, process_set, compression,
+            name, op, accumulate, bucket_bytes, nonfinite, process_set, compression, error_feedback,
             clip_norm, scaler, consistency, placement, use_locking, sharded,
         )  # fmt: skip
         if target is _NOTHING:
@@ -120,6 +122,7 @@ class _Distributed:
         name: str = "",
         process_set: ProcessSet | None = None,
         compression: Compression = Compression.none,
+        error_feedback: bool | None = None,
         values: bool = False,
     ) -> Any:
         """Make a function that returns gradients return their mean over all ranks. Collective when called.
@@ -146,8 +149,9 @@ class _Distributed:
         Example: on 2 ranks, `allred.distributed.gradients(lambda: [float(allred.rank())])()` returns `[0.5]`.
         """
         options = StepOptions(
-            name, op, bucket_bytes=bucket_bytes, nonfinite=nonfinite, process_set=process_set, compression=compression
-        )
+            name, op, bucket_bytes=bucket_bytes, nonfinite=nonfinite, process_set=process_set, compression=compression,
+            error_feedback=error_feedback,
+        )  # fmt: skip
         if function is None:
             return lambda later: _wrap_function(later, options, values)
         return _wrap_function(function, options, values)

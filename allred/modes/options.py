@@ -39,6 +39,7 @@ class StepOptions:
     nonfinite: str | None = None
     process_set: ProcessSet | None = None
     compression: Compression = Compression.none
+    error_feedback: bool | None = None
     clip_norm: float | None = None
     scaler: GradScaler | None = None
     consistency: Policy | str | None = None
@@ -77,7 +78,11 @@ class StepOptions:
         if self.op not in self.ops:
             raise InputError(f"op={self.op!r} cannot combine gradients; use allred.Average or allred.Sum")
         if not isinstance(self.compression, Compression):
-            raise InputError(f"compression={self.compression!r}: expected allred.Compression.none, .fp16 or .bf16")
+            raise InputError(f"compression={self.compression!r}: expected allred.Compression{ops.COMPRESSIONS}")
+        if not isinstance(self.error_feedback, bool | None):
+            raise InputError(f"error_feedback={self.error_feedback!r} must be True or False")
+        if self.error_feedback and self.compression is Compression.none:
+            raise InputError("error_feedback=True needs compression, such as allred.Compression.int8")
         if self.nonfinite is not None and self.nonfinite not in NONFINITE_POLICIES:
             policies = ", ".join(NONFINITE_POLICIES)
             raise InputError(f"nonfinite={self.nonfinite!r} is not a policy; use one of {policies}")
@@ -90,6 +95,11 @@ class StepOptions:
 
     def _replace(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
+
+    @property
+    def keeps_errors(self) -> bool:
+        """Whether errors of compression are kept (error_feedback.py)."""
+        return self.compression.is_quantized if self.error_feedback is None else self.error_feedback
 
     @property
     def title(self) -> str:

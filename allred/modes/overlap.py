@@ -185,7 +185,8 @@ class Overlap:
 
     def _open(self, communicator: Communicator, samples: int | None) -> None:
         assert self._ordered is not None
-        flags = NEEDS_ALL * bool(self._checks.requests(communicator, samples))
+        saved = self._reducer.errors is not None and self._reducer.errors.saved
+        flags = NEEDS_ALL * bool(self._checks.requests(communicator, samples) or saved)
         title = f"{self._title}: the order of the gradients"
         lines, settings = self._ordered.lines, self._clipper.settings
         self._opening = self._reducer.start_negotiation(
@@ -229,7 +230,7 @@ class Overlap:
         name = f"{self._title}: early bucket {number} of {len(self._buckets)}"
         if not self._checks_results:
             self._flags |= self._checks.scan_bucket(bucket, targets)
-        work = self._reducer.start(communicator, targets, self._weight, name, self._checks_results)
+        work = self._reducer.start(communicator, bucket, targets, self._weight, name, self._checks_results)
         self._sent.append((work, targets))
 
     def _order_streams(self, grads: Sequence[Any]) -> None:

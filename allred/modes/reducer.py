@@ -29,6 +29,7 @@ from allred.comm.work import Work
 from allred.errors import InputError
 from allred.fusion import Plan, Tensor
 from allred.gpu import device_arrays as gpu
+from allred.modes.error_feedback import ErrorFeedback
 from allred.modes.options import StepInput, StepOptions
 from allred.modes.steady_step import SteadyStep
 from allred.modes.step_header import LARGEST_SAMPLES, OVERLAPPED, Agreement, MoreFlags, StepHeader
@@ -40,6 +41,7 @@ class Reducer:
 
     def __init__(self, options: StepOptions, title: str, more_flags: MoreFlags | None = None) -> None:
         self._op, self._compression = options.op, options.compression
+        self.errors = ErrorFeedback() if options.keeps_errors else None
         self.weight: float | None = None  # of this rank in the last reduction, as in Agreement
         self.samples = 0  # of all ranks in the last reduction; 0 if they were not counted
         self.overlapped = False  # whether a rank had passed gradients to opt.reduce() before the last negotiation
@@ -69,6 +71,11 @@ class Reducer:
             arena.learn(tensor.elements * tensor.dtype.itemsize for tensor in tensors)
         self._last = tensors, self._plans[key]
         return self._plans[key]
+
+    @property
+    def last_nbytes(self) -> int:
+        """Bytes of the gradients of the last plan, without compression."""
+        return 0 if self._last is None else self._last[1].nbytes
 
     def refusal(self, plan: Plan) -> str:
         return next((problem for dtype in plan.dtypes if (problem := ops.refusal(self._op, dtype))), "")
@@ -103,6 +110,7 @@ class Reducer:
         nonfinite = self._options.nonfinite or world.config().nonfinite
         return (
             f"op={self._op.value} bucket_bytes={self.bucket_bytes} compression={self._compression.name} "
+            f"{'error_feedback=True ' * (self.errors is not None)}"
             f"nonfinite={nonfinite} accumulate={self._options.accumulate} sharded={self._options.sharded} {settings}"
         ).strip()
 
@@ -182,10 +190,14 @@ class Reducer:
             return None
         return SteadyStep(
             communicator, given, plan, title, self._agreed_settings(settings), self._op, wire, checks_finite, can_weigh,
-            settings,
+            settings, self.residual(communicator, plan),
         )  # fmt: skip
 
     # Reduction.
+
+    def residual(self, communicator: Communicator, plan: Plan) -> Array | None:
+        """Return the errors of the compression of these tensors; None if there are none, or they are lost."""
+        return None if self.errors is None or not communicator.backend.encodes else self.errors.residual(plan)
 
     @property
     def _keeps_nonfinite(self) -> bool:
@@ -252,19 +264,19 @@ class Reducer:
         if not communicator.backend.fuses or (weight is not None and not _weighs(communicator, plan.dtypes)):
             self._allreduce_buckets(communicator, plan, values, weight)
             return None
-        self._allreduce_group(communicator, values, checks_finite, weight)
+        self._allreduce_group(communicator, plan, values, checks_finite, weight)
         found = communicator.nonfinite if checks_finite else -1
         return None if found < 0 else indices[found]
 
     def _allreduce_group(
-        self, communicator: Communicator, values: list[Array], checks_finite: bool, weight: float | None
+        self, communicator: Communicator, plan: Plan, values: list[Array], checks_finite: bool, weight: float | None
     ) -> None:
-        queue = communicator.queue
+        queue, residual = communicator.queue, self.residual(communicator, plan)
         if communicator.size == 1 and self._compression is Compression.none and queue.track is None:
             return
         start, waited_before_s = time.perf_counter(), queue.waited_s
         communicator.grouped_allreduce_blocking(
-            values, True, self._op, self._title, self._compression, checks_finite, weight
+            values, True, self._op, self._title, self._compression, checks_finite, weight, residual
         )
         queue.waited_s = waited_before_s + time.perf_counter() - start  # includes the copies of this rank
 
@@ -295,10 +307,10 @@ class Reducer:
             array[...] = weighted
 
     def start(
-        self, communicator: Communicator, targets: list[Any], weight: float | None, name: str, checks: bool
+        self, communicator: Communicator, plan: Plan, targets: list[Any], weight: float | None, name: str, checks: bool
     ) -> Work[list[Any]] | Work[int] | Work[ReductionResult]:
         """Start the reduction of gradients of one dtype, all on the host or all on a GPU, which no other operation
-        uses.
+        uses. plan: of these gradients.
 
         The result of the Work: on a GPU, a ReductionResult. On the host with `checks`: see
         `Communicator.checked_allreduce_`. Without: `targets`, reduced in place, or new arrays where the weighted copy
@@ -307,15 +319,16 @@ class Reducer:
         if communicator.gpu is not None and gpu.is_device(targets[0]):
             request = self._request(weight, checks)._replace(name=name, independent=True)
             return communicator.gpu.start(targets, request)
+        residual = self.residual(communicator, plan)
         if checks:
-            return communicator.checked_allreduce_(targets, self._op, name, self._compression)
+            return communicator.checked_allreduce_(targets, self._op, name, self._compression, residual)
         if weight is not None and _weighs(communicator, [targets[0].dtype]):
             return communicator.grouped_allreduce(
-                targets, self._op, name, self._compression, in_place=True, weight=weight
+                targets, self._op, name, self._compression, in_place=True, weight=weight, residual=residual
             )
         weighted = [self._weighted(target, weight) for target in targets]
         arrays_ = [array for array, _ in weighted]
-        return communicator.grouped_allreduce(arrays_, self._op, name, weighted[0][1], in_place=True)
+        return communicator.grouped_allreduce(arrays_, self._op, name, weighted[0][1], in_place=True, residual=residual)
 
     def _weighted(self, array: Array, weight: float | None) -> tuple[Array, Compression]:
         """Return the array to reduce, and its compression. 16-bit floats are weighted and summed in float32, and

@@ -11,6 +11,7 @@ exchange (`Group._resolve`).
 """
 
 from allred import native
+from allred.arrays import Array
 from allred.comm import header, node_memory
 from allred.comm.communicator import Communicator
 from allred.comm.ops import ReduceOp
@@ -24,15 +25,17 @@ _LARGEST_SAMPLES = 2**32  # up to this number the weights are exact, on up to 2*
 
 class SteadyStep:
     """The facts that the next step is compared with. lines: text that must be the same on all ranks. checks_finite:
-    whether results are checked. can_weigh: whether C can weight these dtypes. settings: see `reduce_gradients`."""
+    whether results are checked. can_weigh: whether C can weight these dtypes. settings: see `reduce_gradients`.
+    residual: see `Reducer.residual`."""
 
     def __init__(
         self, communicator: Communicator, given: StepInput, plan: Plan, title: str, lines: str, op: ReduceOp, wire: int,
-        checks_finite: bool, can_weigh: bool, settings: str,
+        checks_finite: bool, can_weigh: bool, settings: str, residual: Array | None,
     ) -> None:  # fmt: skip
         self.samples = 0  # of all ranks in the last step; 0 if they were not counted
         self.weight: float | None = None  # of this rank in the last step
         self.plan, self._tensors, self._settings = plan, given.tensors, settings
+        self._residual = residual
         self._communicator, self._can_weigh, self._window_starts = communicator, can_weigh, plan.starts
         self._arguments, self._averages = (op, title, wire, checks_finite), op is ReduceOp.AVERAGE
         self._facts = header.mix(header.hash_lines(title, lines, plan.lines), checks_finite)
@@ -69,7 +72,9 @@ class SteadyStep:
         counts = samples if samples is not None and self._averages and not self._can_weigh else None
         if (key := (samples is not None, counts, flags)) != self._agreed_key:
             self._agreed, self._agreed_key = self._hash(*key), key
-        if not communicator.step_allreduce(values, *self._arguments, self._agreed, window, samples or 0):
+        if not communicator.step_allreduce(
+            values, *self._arguments, self._agreed, window, samples or 0, self._residual
+        ):
             return False
         if more is not None:
             more.check([flags] * communicator.size, communicator.ranks)

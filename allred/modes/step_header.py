@@ -21,10 +21,11 @@ from allred.comm.header import OwnFields
     NEEDS_ALL,  # needs all gradients before any is changed (overlap.py)
     MISSING,  # lacks a gradient
     OVERLAPPED,  # has passed gradients to opt.reduce()
-) = (1 << bit for bit in range(10))
+    SAVED,  # has written a checkpoint since the last step (error_feedback.py)
+) = (1 << bit for bit in range(11))
 
 LARGEST_SAMPLES = 2**47 - 1
-_FLAGS_SHIFT, _MORE_SHIFT = 48, 58
+_FLAGS_SHIFT, _MORE_SHIFT = 48, 59
 _UNCOUNTED = 2**47  # the number of samples is not known
 
 
@@ -46,7 +47,7 @@ class StepHeader(NamedTuple):
     def unpack(cls, fields: OwnFields) -> "StepHeader":
         rows, note = fields
         samples = None if note & _UNCOUNTED else note & LARGEST_SAMPLES
-        return cls(samples, note >> _FLAGS_SHIFT & 2**10 - 1, note >> _MORE_SHIFT, rows)
+        return cls(samples, note >> _FLAGS_SHIFT & 2**11 - 1, note >> _MORE_SHIFT, rows)
 
 
 class MoreFlags(Protocol):

@@ -30,7 +30,7 @@ from allred.modes.options import Mode, StepInput, StepOptions
 from allred.modes.overlap import Overlap
 from allred.modes.reducer import Reducer, writable
 from allred.modes.sharded import new_sharded_update, share
-from allred.modes.step_header import DEFERRED, MAY_REPEAT, MISSING, OVERLAPPED, PREPARED, Agreement, StepHeader
+from allred.modes.step_header import DEFERRED, MAY_REPEAT, MISSING, OVERLAPPED, PREPARED, SAVED, Agreement, StepHeader
 from allred.native import arena_attach, arena_pause
 from allred.optim.base import Optimizer, load_new_state
 from allred.ps.variable import checkpoint_names
@@ -67,7 +67,9 @@ def _reduce_steady(
     """Reduce the gradients in place if this step is like the last one on all ranks (`SteadyStep`). Return whether they
     are used; None if it is not: then all ranks negotiate. Collective."""
     arena_attach()
-    steady = reducer.steady
+    steady, errors = reducer.steady, reducer.errors
+    if errors is not None and errors.saved:  # all ranks drop their errors in `_negotiate_and_reduce`
+        steady = None
     if steady is None or not steady.reduce(communicator, checks, given, settings, reducer.more_flags):
         reducer.steady = None
         return None
@@ -98,7 +100,8 @@ def _negotiate_and_reduce(
     # Negotiate.
     if not given.plain and any(value is None for value in values):
         flags |= MISSING
-    flags |= OVERLAPPED * overlapped
+    errors = reducer.errors
+    flags |= OVERLAPPED * overlapped | SAVED * (errors is not None and errors.saved)
     window = checks.window(plan, given, values) if prepared is None and not problem else 0
     with span("negotiate", title):
         fields = reducer.start_negotiation(
@@ -107,6 +110,8 @@ def _negotiate_and_reduce(
         ).wait()  # fmt: skip
     agreement = reducer.agreement(communicator, fields)
     checks_finite, negotiated = _all_have(communicator, DEFERRED, agreement), agreement
+    if errors is not None and agreement.any(SAVED):
+        errors.drop()
     reducer.steady = None
     windows = [] if agreement.any(PREPARED) else agreement.hashes
     if not (len(set(agreement.hashes)) == 1 and _all_have(communicator, PREPARED, agreement)):
@@ -188,7 +193,10 @@ class SyncMode(Mode):
                 with span("apply", self._options.name):
                     self._apply(given, mean)
         if clipper.scaler is not None and not (mean is None and self.in_skipped_step):
+            scale = clipper.scaler.get_scale()
             clipper.scaler.update(mean is None, self._title)
+            if clipper.scaler.get_scale() != scale:
+                self._drop_errors()
         self._end(given, mean is not None)
         repeats = given.plain and self._sharded is None
         self._last = given._replace(grads=None, values=[]) if repeats else None  # frees the gradients
@@ -220,6 +228,8 @@ class SyncMode(Mode):
         """End a step. used: whether the gradients are used."""
         communicator, timer = given.communicator, self._timer
         self.was_skipped = not used
+        if not used:
+            self._drop_errors()
         self._checks.end(used)
         if self._completes is None:
             self.commit(used)
@@ -297,6 +307,12 @@ class SyncMode(Mode):
         finally:
             overlap.end_step()
 
+    def _drop_errors(self) -> None:
+        """Drop the errors of compression. Called on all ranks, between steps."""
+        if self._reducer.errors is not None:
+            self._reducer.errors.drop()
+            self._reducer.steady = None
+
     # Parameters and state.
 
     def broadcast(self, params: Any, tensors: list[Tensor], root: int, problem: str, values: bool) -> None:
@@ -311,6 +327,7 @@ class SyncMode(Mode):
         if self._sharded is not None:
             self._sharded.forget_state()
         self.forget_order()  # a rank that had joined does not know it
+        self._drop_errors()
 
     def _broadcast_state(self, communicator: Communicator, params: Any, root: int, values: bool) -> None:
         """Copy the numbers of steps and updates, and if `values` the state of the optimizer."""
@@ -349,6 +366,7 @@ class SyncMode(Mode):
 
     def begin_world(self) -> None:
         """Forget what belongs to the last world, and a step that was begun there and is lost."""
+        self._drop_errors()
         self._reducer.steady, self._reducer.negotiated, self._last = None, (), None
         self._checks.begin(self._committed_steps)
         self._overlap = None
@@ -364,9 +382,11 @@ class SyncMode(Mode):
 
     def load_state_dict(self, state: Any) -> None:
         self._optimizer.load_state_dict(state)
+        self._drop_errors()
 
     def load_new_state(self, state: Any) -> None:
         load_new_state(self._optimizer, state)
+        self._drop_errors()
 
     def save(self, params: Any, extra: Any, copy: bool) -> Callable[[str], str]:
         with arena.paused():
@@ -389,6 +409,8 @@ class SyncMode(Mode):
             entries.append(checkpoint.pickled_state(state))
         if extra is not None:
             entries.append(checkpoint.pickled_extra(extra))
+        if self._reducer.errors is not None:
+            self._reducer.errors.saved = True
         return lambda directory: str(checkpoint.write(directory, step, entries, meta))
 
     # Counters and texts.
@@ -411,7 +433,7 @@ class SyncMode(Mode):
         skipped = f"\nskipped: {self.skipped} steps with gradients that were not finite" if self.skipped else ""
         wire, compression = "", self._options.compression
         if self._timer.sent_bytes:
-            how = "" if compression is Compression.none else f", as {compression.name}"
+            how = "" if compression is Compression.none else f" as {compression.name}{self._ratio()}"
             in_place = 100 * self._timer.in_place_bytes / self._timer.sent_bytes
             wire = (
                 f"\ngradients: {arrays.amount(self._timer.sent_bytes / self._timer.steps)} a step{how}; "
@@ -422,6 +444,13 @@ class SyncMode(Mode):
             f"backend: {functions.current().name} ({world.current().reason})\n"
             f"speed: {self._timer.text()}{skipped}{wire}"
         )
+
+    def _ratio(self) -> str:
+        """Return what compression saved, as text."""
+        communicator, whole = functions.current(), self._reducer.last_nbytes
+        if self._options.compression.is_quantized and not communicator.backend.encodes:
+            return ", which has an effect only between hosts that are connected by TCP"
+        return f", {self._timer.sent_bytes / self._timer.steps / whole:.3f} of their size" if whole else ""
 
     def _first_step(self, communicator: Communicator, tensors: list[Tensor]) -> str:
         reducer, size, rate = self._reducer, communicator.size, getattr(self._optimizer, "lr", None)

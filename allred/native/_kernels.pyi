@@ -173,8 +173,11 @@ class Segment:
         wire: int = 0,
         checks_finite: bool = False,
         weight: float | None = None,
+        residual: Any = None,
         /,
-    ) -> Operation | Literal[True] | None: ...
+    ) -> Operation | Literal[True] | None:
+        """residual: a buffer of float32, with a number for each element: the errors of encodings (csrc/encode.h)."""
+
     def step_allreduce(
         self,
         arrays: list[Any],
@@ -185,6 +188,7 @@ class Segment:
         agreed: int,
         window: int,
         samples: int,
+        residual: Any,
         /,
     ) -> Operation | Literal[True] | None:
         """As grouped_allreduce in place. The headers differ if `agreed` or `window`, 0 to 2**64 - 1, differ. An average
@@ -197,9 +201,10 @@ class Segment:
         sources: list[Any],
         targets: list[Any],
         dtypes: list[int],
+        wires: list[int],
         op: int,
-        wire: int = 0,
         checks_finite: bool = False,
+        residual: Any = None,
         /,
     ) -> Operation: ...
     def begin_allgather(self, record: bytes | None, send: Any, receive: Any, counts: list[int], /) -> Operation: ...

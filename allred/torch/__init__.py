@@ -23,6 +23,7 @@ except ModuleNotFoundError as error:
 
 import _allred_torch
 from allred.torch import elastic
+from allred.torch.compression_hooks import int4_hook, int8_hook
 from allred.torch.horovod.allreduce import (
     Adasum,
     Average,
@@ -144,6 +145,8 @@ __all__ = [
     "grouped_reducescatter",
     "grouped_reducescatter_async",
     "init",
+    "int4_hook",
+    "int8_hook",
     "is_homogeneous",
     "is_initialized",
     "join",

@@ -23,7 +23,7 @@ from torch.distributed import ReduceOp as TorchOp
 from allred.arrays import Array, flat
 from allred.comm.arguments import splits_of
 from allred.comm.communicator import Communicator
-from allred.comm.ops import ReduceOp
+from allred.comm.ops import Compression, ReduceOp
 from allred.comm.work import Work
 from allred.errors import InputError
 from allred.torch import arena_allocator
@@ -98,6 +98,15 @@ def allreduce(
     if blocking and len(arrays) == 1:
         return [(Blocking(lambda: comm.allreduce_blocking(arrays[0], True, ops[0], "")), None)]
     return [(comm.allreduce(array, each, in_place=True), None) for array, each in zip(arrays, ops, strict=True)]
+
+
+def compressed_mean(
+    comm: Communicator, tensors: Sequence[torch.Tensor], compression: Compression, residual: Array
+) -> StartedOperation:
+    """Average tensors in place, as one operation. residual: as in `Communicator.grouped_allreduce`."""
+    arrays, kept = [as_array(tensor) for tensor in tensors], residual if comm.backend.encodes else None
+    work = comm.grouped_allreduce(arrays, ReduceOp.AVERAGE, "", compression, in_place=True, residual=kept)
+    return work, None
 
 
 def reduce_locally(tensors: Sequence[torch.Tensor], op: Any) -> torch.Tensor:

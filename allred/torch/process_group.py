@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils.weak import WeakIdKeyDictionary
 
 from allred import world
-from allred.arrays import amount, flat
+from allred.arrays import Array, amount, flat
 from allred.comm import process_set
 from allred.comm.communicator import Communicator
 from allred.comm.work import call_site
@@ -150,6 +151,14 @@ class ProcessGroupAllred(dist.ProcessGroup):
         self._finished = collections.deque[TorchWork](maxlen=_KEPT)
         self._first_coalesced: int | None = None  # while operations are coalesced, the number before their first one
         self._name = self._description = ""
+        self._residuals = WeakIdKeyDictionary()  # by the first parameter of a bucket
+
+    def residual(self, parameter: torch.Tensor, elements: int) -> Array:
+        """Return the errors of compression of the bucket of DistributedDataParallel that begins with a parameter."""
+        found: Array | None = self._residuals.get(parameter)
+        if found is None or found.size != elements:
+            found = self._residuals[parameter] = np.zeros(elements, np.float32)
+        return found
 
     # Reductions.
 
@@ -162,6 +171,9 @@ class ProcessGroupAllred(dist.ProcessGroup):
 
     @operation("allreduce")
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> TorchWork:
+        if hasattr(opts, "compression"):  # of a hook in compression_hooks.py
+            part = group_operations.compressed_mean(self.communicator, tensors, opts.compression, opts.residual)
+            return self._start([part], tensors, opts)
         return self._allreduce(group_operations.without_repeated(tensors), opts, ())
 
     def _allreduce(self, tensors: Tensors, opts: Any, copies: Tensors) -> TorchWork:
@@ -442,6 +454,7 @@ class ProcessGroupAllred(dist.ProcessGroup):
         self.flight_record = flight_recorder.group_record(self.communicator, self._timeout_s)
         self._unfinished.clear()
         self._finished.clear()
+        self._residuals.clear()
         if self.recovery is not None:
             rendezvous.set_env_variables(os.environ)
         elastic_group.begin_world(self)

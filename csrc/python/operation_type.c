@@ -16,7 +16,7 @@ Operation *allred_new_operation(Py_ssize_t tensors) {
 
 int allred_make_room(Operation *self, Py_ssize_t tensors) {
   if (tensors <= self->capacity) return 0;
-  Py_buffer *views = PyMem_Realloc(self->views, (size_t)tensors * 2 * sizeof *views);
+  Py_buffer *views = PyMem_Realloc(self->views, ((size_t)tensors * 2 + 1) * sizeof *views); /* and a residual */
   if (views) self->views = views;
   PyObject **arrays = PyMem_Realloc(self->arrays, (size_t)tensors * 2 * sizeof *arrays);
   if (arrays) self->arrays = arrays;
@@ -65,16 +65,34 @@ void allred_prepare_allreduce(Segment *self, Operation *operation, const allred_
                          self->variant, op, allred_all_ranks(self));
 }
 
+int allred_keep_errors(Operation *self, PyObject *residual) {
+  const allred_operation *op = &self->operation;
+  size_t elements = 0;
+  if (residual == Py_None) return 0;
+  const Py_buffer *view = allred_hold(self, residual, PyBUF_CONTIG | PyBUF_FORMAT);
+  if (!view) return -1;
+  for (size_t i = 0; i < op->tensor_count; i++)
+    elements += op->tensors[i].bytes / allred_dtype_bytes(op->tensors[i].dtype);
+  if (!view->format || strcmp(view->format, "f") != 0 || (size_t)view->len < elements * sizeof(float))
+    return PyErr_Format(PyExc_ValueError, "the residual is no buffer of %zu float32", elements), -1;
+  self->operation.residual = view->buf;
+  return 0;
+}
+
 Py_ssize_t allred_group_by_dtype(allred_tensor *tensors, Py_ssize_t count) {
   Py_ssize_t same = 0;
-  while (same < count && tensors[same].bytes && tensors[same].dtype == tensors->dtype) same++;
+  while (same < count && tensors[same].bytes && tensors[same].dtype == tensors->dtype &&
+         tensors[same].wire == tensors->wire)
+    same++;
   if (same == count) return count;
   allred_tensor *sorted = PyMem_Malloc((size_t)count * sizeof *sorted);
   Py_ssize_t kept = 0;
   if (!sorted) return PyErr_NoMemory(), -1;
   for (int dtype = 0; dtype < ALLRED_DTYPES; dtype++)
-    for (Py_ssize_t i = 0; i < count; i++)
-      if (tensors[i].dtype == dtype && tensors[i].bytes) sorted[kept++] = tensors[i];
+    for (int travels_as_is = 0; travels_as_is < 2; travels_as_is++)
+      for (Py_ssize_t i = 0; i < count; i++)
+        if (tensors[i].dtype == dtype && !tensors[i].wire == travels_as_is && tensors[i].bytes)
+          sorted[kept++] = tensors[i];
   memcpy(tensors, sorted, (size_t)kept * sizeof *sorted);
   PyMem_Free(sorted);
   return kept;

@@ -46,7 +46,7 @@ static int enter(Segment *self, Operation *operation, PyObject *source, PyObject
     allred_hold_array(operation, target);
   }
   allred_hold_array(operation, source);
-  const int wire = allred_wire_of(code, allred_header_wire(header));
+  const int wire = allred_wire_of(self, code, allred_header_wire(header), in->nd, bytes / allred_dtype_bytes(code));
   *tensor = (allred_tensor){in->data, out->data, bytes, code, wire, 0, 0};
   return 1;
 }
@@ -58,8 +58,8 @@ static int read_options(Segment *self, PyObject *const *args, Py_ssize_t count, 
   const int code = position(self->ops, args[0]);
   const long wire = count > 2 ? PyLong_AsLong(args[2]) : 0;
   PyErr_Clear(); /* the error of a text that is not UTF-8, or of a wire type that is not a number: then it is -1 */
-  if (wire && self->segment.network) return 0;
-  if (!text || code <= 0 || (wire && !allred_narrows(ALLRED_FLOAT32, (int)wire))) return 0; /* op 0 does not exist */
+  if (!text || code <= 0 || (wire && !allred_encodes(ALLRED_FLOAT32, (int)wire))) return 0; /* op 0 does not exist */
+  if (allred_is_quantized((int)wire) && code != ALLRED_SUM && code != ALLRED_AVERAGE) return 0;
   header->op = (uint8_t)(code | (int)wire << ALLRED_WIRE_SHIFT);
   header->name = allred_hash_text(text, (size_t)length);
   header->generation = self->generation;
@@ -105,9 +105,10 @@ static PyObject *not_supported(Segment *self, Operation *operation) {
 }
 
 static PyObject *run(Segment *self, Operation *operation, const allred_header *header, Py_ssize_t count,
-                     int checks_finite, allred_trace_event event) {
+                     int checks_finite, PyObject *residual, allred_trace_event event) {
   if (self->trace.enabled) event.start = allred_now_ns();
   allred_prepare_allreduce(self, operation, header, count, header->op & ALLRED_OP_BITS);
+  if (allred_keep_errors(operation, residual) < 0) return give_back(self, operation), NULL;
   operation->operation.checks_finite = checks_finite;
   int status = event.bytes <= KEEP_GIL_BYTES ? allred_run(&operation->operation, 0) : ALLRED_PENDING;
   if (status == ALLRED_PENDING) {
@@ -167,7 +168,7 @@ PyObject *allred_segment_allreduce(Segment *self, PyObject *const *args, Py_ssiz
   if (!enter(self, operation, args[0], args[1], &header, operation->tensors)) return not_supported(self, operation);
   header.dtype = (uint8_t)tensor->dtype;
   header.count = tensor->bytes / allred_dtype_bytes(tensor->dtype);
-  return run(self, operation, &header, tensor->bytes > 0, 0,
+  return run(self, operation, &header, tensor->bytes > 0, 0, Py_None,
              (allred_trace_event){.bytes = tensor->bytes, .name = args[3]});
 }
 
@@ -199,7 +200,7 @@ static int overlap(Segment *self, const allred_tensor *tensors, Py_ssize_t count
 
 /* Reduce lists of arrays as one operation; the header has its kind, op and name, and maybe a weight. */
 static PyObject *reduce_group(Segment *self, PyObject *sources, PyObject *targets, allred_header *header, uint64_t word,
-                              int checks_finite, PyObject *name) {
+                              int checks_finite, PyObject *residual, PyObject *name) {
   const Py_ssize_t count = PyList_Size(sources); /* no code that could change the lists runs from here on */
   if (PyList_Size(targets) != count) return PyErr_Format(PyExc_ValueError, "as many targets as sources");
   Operation *operation = take_spare(self);
@@ -217,29 +218,32 @@ static PyObject *reduce_group(Segment *self, PyObject *sources, PyObject *target
   }
   const Py_ssize_t kept = allred_group_by_dtype(operation->tensors, count);
   if (kept < 0 || overlap(self, operation->tensors, kept)) return not_supported(self, operation);
-  return run(self, operation, header, kept, checks_finite,
+  return run(self, operation, header, kept, checks_finite, residual,
              (allred_trace_event){.bytes = bytes, .grouped = 1, .name = name});
 }
 
 PyObject *allred_segment_grouped_allreduce(Segment *self, PyObject *const *args, Py_ssize_t count) {
-  if (count < 4 || count > 7 || !PyList_Check(args[0]) || !PyList_Check(args[1]))
+  if (count < 4 || count > 8 || !PyList_Check(args[0]) || !PyList_Check(args[1]))
     return PyErr_Format(PyExc_TypeError,
                         "grouped_allreduce(sources: list, targets: list, op, name, wire=0, checks_finite=False, "
-                        "weight=None)");
+                        "weight=None, residual=None)");
   allred_header header = {.kind = ALLRED_KIND_GROUPED_ALLREDUCE, .dtype = 255, .root = -1};
   if (!read_options(self, args + 2, count - 2, &header)) Py_RETURN_NONE;
+  PyObject *residual = count > 7 ? args[7] : Py_None;
   if (count > 6 && !read_weight(args[6], &header)) Py_RETURN_NONE;
-  return reduce_group(self, args[0], args[1], &header, 0, count > 5 && args[5] == Py_True, args[3]);
+  return reduce_group(self, args[0], args[1], &header, 0, count > 5 && args[5] == Py_True, residual, args[3]);
 }
 
 PyObject *allred_segment_step_allreduce(Segment *self, PyObject *const *args, Py_ssize_t count) {
-  if (count != 8 || !PyList_Check(args[0]))
-    return PyErr_Format(PyExc_TypeError,
-                        "step_allreduce(arrays: list, op, name, wire, checks_finite, agreed, window, samples)");
+  if (count != 9 || !PyList_Check(args[0]))
+    return PyErr_Format(
+        PyExc_TypeError,
+        "step_allreduce(arrays: list, op, name, wire, checks_finite, agreed, window, samples, residual)");
   allred_header header = {.kind = ALLRED_KIND_STEP_ALLREDUCE, .dtype = 255, .root = -1};
   const uint64_t agreed = PyLong_AsUnsignedLongLong(args[5]), window = PyLong_AsUnsignedLongLong(args[6]);
   header.note = PyLong_AsUnsignedLongLong(args[7]);
   if (PyErr_Occurred()) return NULL;
   if (!read_options(self, args + 1, 3, &header)) Py_RETURN_NONE;
-  return reduce_group(self, args[0], args[0], &header, allred_mix(agreed, window), args[4] == Py_True, args[2]);
+  return reduce_group(self, args[0], args[0], &header, allred_mix(agreed, window), args[4] == Py_True, args[8],
+                      args[2]);
 }

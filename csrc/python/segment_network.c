@@ -20,6 +20,7 @@ void allred_segment_release_network(Segment *self) {
   if (held->memory.obj) PyBuffer_Release(&held->memory);
   PyMem_Free(held->network.message), PyMem_Free(held->network.received);
   PyMem_Free(held->network.moved), PyMem_Free(held->network.scratch), PyMem_Free(held->network.host_starts);
+  PyMem_Free(held->network.compressed);
   PyMem_Free(held->order);
   PyMem_Free(held);
 }
@@ -43,7 +44,9 @@ static int allocate(allred_network *network) {
   network->moved = PyMem_Calloc(2 * hosts, sizeof *network->moved);
   network->scratch = PyMem_Malloc(ALLRED_SCRATCH_BYTES);
   network->host_starts = PyMem_Calloc(hosts + 1, sizeof *network->host_starts);
-  return network->message && network->received && network->moved && network->scratch && network->host_starts;
+  network->compressed = PyMem_Malloc(allred_compressed_bytes(network));
+  return network->message && network->received && network->moved && network->scratch && network->host_starts &&
+         network->compressed;
 }
 
 /* Read the ranks of each host, a list of lists: `order` and the prefix sums `first_rank`; 0 with an exception set. */

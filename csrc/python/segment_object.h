@@ -18,6 +18,7 @@
 
 #include <unistd.h>
 
+#include "encode.h"
 #include "queue.h"
 
 /* The trace of the fast path: start and end of each call. Between two allreduces of 1 MiB the caches are replaced, so
@@ -90,18 +91,27 @@ void allred_release(Operation *self);
 /* Attach the operation to its segment, before it is queued. */
 void allred_attach(Operation *self, Segment *segment);
 
-/* The dtype in which a tensor travels, in an operation with this wire type; 0: its own. */
-static inline int allred_wire_of(int dtype, int wire) { return allred_narrows(dtype, wire) ? wire : 0; }
+/* The type in which a tensor travels, in an operation with this wire type; 0: its own dtype. ops.py `wire_of` is the
+ * same in Python. */
+static inline int allred_wire_of(const Segment *self, int dtype, int wire, int dimensions, size_t elements) {
+  if (!self->segment.network) return allred_narrows(dtype, wire) ? wire : 0;
+  if (allred_is_quantized(wire) && dimensions < 2 && elements <= ALLRED_EXEMPT_ELEMENTS) return 0;
+  return allred_encodes(dtype, wire) ? wire : 0;
+}
 
 /* Return the headers of all ranks in an operation. */
 PyObject *allred_headers(const Segment *segment, uint64_t number);
+
+/* Let the operation, which is prepared, add the errors of encodings to a buffer of float32 with a number for each
+ * element of its tensors; None: errors are lost. Return 0, or -1 with an exception set. */
+int allred_keep_errors(Operation *operation, PyObject *residual);
 
 /* Prepare an allreduce of the first `count` tensors of the table. */
 void allred_prepare_allreduce(Segment *self, Operation *operation, const allred_header *header, Py_ssize_t count,
                               int op);
 
-/* Remove empty tensors, and put those of one dtype together in their order, because a chunk has one dtype. Return the
- * new count, or -1 with an exception set. */
+/* Remove empty tensors, and put those of one dtype and wire type together in their order, because a chunk has one.
+ * Return the new count, or -1 with an exception set. */
 Py_ssize_t allred_group_by_dtype(allred_tensor *tensors, Py_ssize_t count);
 
 /* Record an event. If there is no memory, the event is lost. */

@@ -130,7 +130,7 @@ int allred_segment_kernel_exists(const Segment *self, int dtype, int op) {
 
 /* Make a table entry of a source and a target; 0, or -1 with an exception set. */
 static int enter(const Segment *self, Operation *operation, PyObject *source, PyObject *target, long dtype, int op,
-                 int wire, allred_tensor *tensor) {
+                 long wire, allred_tensor *tensor) {
   if (!allred_segment_kernel_exists(self, (int)dtype, op)) return -1;
   const allred_header *header = &operation->operation.header;
   if (header->op & ALLRED_WEIGHTED && !allred_can_weigh((int)dtype, allred_header_weight(header))) {
@@ -143,28 +143,30 @@ static int enter(const Segment *self, Operation *operation, PyObject *source, Py
     PyErr_Format(PyExc_ValueError, "%zd bytes cannot be reduced into %zd", in->len, out->len);
     return -1;
   }
-  *tensor = (allred_tensor){in->buf, out->buf, (size_t)in->len, (int)dtype, allred_wire_of((int)dtype, wire), 0, 0};
+  if (wire && (wire < 0 || !(self->segment.network ? allred_encodes : allred_narrows)((int)dtype, (int)wire))) {
+    PyErr_Format(PyExc_ValueError, "dtype %ld does not travel as type %ld", dtype, wire);
+    return -1;
+  }
+  *tensor = (allred_tensor){in->buf, out->buf, (size_t)in->len, (int)dtype, (int)wire, 0, 0};
   return 0;
 }
 
 static PyObject *begin_allreduce(Segment *self, PyObject *args) {
-  PyObject *record, *sources, *targets, *dtypes;
-  int op, wire = 0, checks_finite = 0;
-  if (!PyArg_ParseTuple(args, "OOOOi|ip:begin_allreduce", &record, &sources, &targets, &dtypes, &op, &wire,
-                        &checks_finite))
+  PyObject *record, *sources, *targets, *dtypes, *wires, *residual = Py_None;
+  int op, checks_finite = 0;
+  if (!PyArg_ParseTuple(args, "OOOOOi|pO:begin_allreduce", &record, &sources, &targets, &dtypes, &wires, &op,
+                        &checks_finite, &residual))
     return NULL;
   const Py_ssize_t count = PyList_Check(sources) ? PyList_Size(sources) : -1;
   if (count < 0 || !PyList_Check(targets) || !PyList_Check(dtypes) || PyList_Size(targets) != count ||
-      PyList_Size(dtypes) != count)
-    return PyErr_Format(PyExc_TypeError, "sources, targets and dtypes must be lists of one length");
+      PyList_Size(dtypes) != count || !PyList_Check(wires) || PyList_Size(wires) != count)
+    return PyErr_Format(PyExc_TypeError, "sources, targets, dtypes and wires must be lists of one length");
   if (op <= 0 || op >= ALLRED_OPS) return PyErr_Format(PyExc_ValueError, "operator %d does not exist", op);
-  if (wire && !allred_narrows(ALLRED_FLOAT32, wire))
-    return PyErr_Format(PyExc_ValueError, "dtype %d is not a wire type; float16 and bfloat16 are", wire);
   Operation *operation = allred_segment_prepare(self, record, count ? count : 1);
   if (!operation) return NULL;
   Py_ssize_t kept = 0;
   for (Py_ssize_t i = 0; i < count && kept == 0; i++) {
-    const long dtype = PyLong_AsLong(PyList_GetItem(dtypes, i));
+    const long dtype = PyLong_AsLong(PyList_GetItem(dtypes, i)), wire = PyLong_AsLong(PyList_GetItem(wires, i));
     kept = enter(self, operation, PyList_GetItem(sources, i), PyList_GetItem(targets, i), dtype, op, wire,
                  &operation->tensors[i]);
     operation->tensors[i].index = (uint32_t)i;
@@ -172,7 +174,7 @@ static PyObject *begin_allreduce(Segment *self, PyObject *args) {
   if (kept == 0) kept = allred_group_by_dtype(operation->tensors, count);
   if (kept >= 0) allred_prepare_allreduce(self, operation, &operation->operation.header, kept, op);
   operation->operation.checks_finite = checks_finite;
-  return allred_segment_begin(self, operation, record, kept >= 0);
+  return allred_segment_begin(self, operation, record, kept >= 0 && allred_keep_errors(operation, residual) == 0);
 }
 
 /* ---- the type */

@@ -41,6 +41,8 @@ QUERIES = [
     ("getting started", "index"),
     ("multi-node", "hosts"),
     ("ssh", "hosts"),
+    ("slow links", "slow-links"),
+    ("quantized gradients int8", "slow-links"),
     ("slurm", "running"),
     ("restart", "running"),
     ("elastic", "recovery"),

@@ -4,9 +4,9 @@
  *
  *   network [OPERATIONS [SEED]]   so many operations in each case
  *
- * Kind, sizes, dtype and header of an operation follow from its number. Numbers are small integers, so that a sum is
- * exact in every order. `number` of a rank counts in the order of the hosts, `order` has the ranks as callers count
- * them.
+ * Kind, sizes, dtype, wire type and header of an operation follow from its number. Numbers are small integers, so that
+ * a sum is exact in every order; where they are quantized it is close, and the same on all ranks. `number` of a rank
+ * counts in the order of the hosts, `order` has the ranks as callers count them.
  */
 #define _GNU_SOURCE /* usleep */
 #include <pthread.h>
@@ -16,6 +16,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "encode.h"
 #include "network.h"
 
 #define MAX_HOSTS 5
@@ -35,7 +36,8 @@ static const layout layouts[] = {{2, {1, 1}, 1, 4096},       {2, {2, 2}, 2, 4096
 typedef struct {
   const layout *layout;
   int number, host, all, operations; /* number: among all ranks */
-  uint64_t seed, windows_sent;
+  uint64_t seed, digest;             /* digest: of the results of compressed allreduces */
+  float residual[MAX_TENSORS * 40000];
   allred_segment segment;
   allred_network network;
   int first_rank[MAX_HOSTS + 1], sockets[MAX_HOSTS], order[64];
@@ -148,6 +150,38 @@ static void run_stream(rank *me, int number, uint64_t seed, int differs, int odd
   free(large), free(right);
 }
 
+static double value(const char *from, int dtype, size_t at) {
+  float wide;
+  double widest;
+  const void *source = from + allred_dtype_bytes(dtype) * at;
+  if (dtype == ALLRED_FLOAT64) return memcpy(&widest, source, 8), widest;
+  if (dtype == ALLRED_FLOAT32)
+    memcpy(&wide, source, 4);
+  else
+    allred_wide_kernel(0, dtype, ALLRED_FLOAT32, ALLRED_SUM)(&wide, &source, 1, 1, 1);
+  return wide;
+}
+
+/* The type in which tensor i of an operation travels. */
+static int wire_of(uint64_t seed, int dtype, int is_sum, uint64_t i) {
+  static const int wires[] = {ALLRED_FLOAT16, ALLRED_BFLOAT16, ALLRED_WIRE_INT8, ALLRED_WIRE_INT4};
+  const int wire = draw(seed, 13, 0) % 2 ? wires[draw(seed, 13, 1) % 4] : 0;
+  if (!wire || draw(seed, 13, 2 + i) % 4 == 0 || (allred_is_quantized(wire) && !is_sum)) return 0;
+  return allred_encodes(dtype, wire) ? wire : 0;
+}
+
+/* Check a result of a compressed allreduce: all sums have at most 8 * `all` per number. */
+static void check_close(rank *me, int number, int wire, const char *got, const char *right, int dtype, size_t count,
+                        double weights) {
+  const double steps = wire == ALLRED_WIRE_INT8 ? 127 : wire == ALLRED_WIRE_INT4 ? 7 : 256;
+  for (size_t at = 0; at < count; at++) {
+    const double error = value(got, dtype, at) - value(right, dtype, at);
+    if (!(error < 17 * weights / steps && error > -17 * weights / steps)) fail(me, number, "too large an error", at);
+  }
+  for (size_t at = 0; at < count * allred_dtype_bytes(dtype); at++)
+    me->digest = allred_mix(me->digest, (uint64_t)(unsigned char)got[at]);
+}
+
 static void *run(void *argument) {
   rank *me = argument;
   for (int number = 1; number <= me->operations; number++) {
@@ -171,18 +205,24 @@ static void *run(void *argument) {
     allred_tensor tensors[MAX_TENSORS];
     char *in[MAX_TENSORS];
     size_t counts[MAX_TENSORS];
-    int kinds[MAX_TENSORS];
+    int kinds[MAX_TENSORS], wires[MAX_TENSORS];
     for (size_t i = 0; i < count; i++) {
       counts[i] = some_count(seed, i);
       if (differs && me->number == odd) counts[i] += 3; /* another size: nothing may be read or written */
       kinds[i] = dtypes[(draw(seed, 8, 0) + i / 3) % (is_step ? 2 : 5)];
       in[i] = numbers(seed, kinds[i], i, me->number, counts[i]);
-      tensors[i] = (allred_tensor){in[i], in[i], counts[i] * allred_dtype_bytes(kinds[i]), kinds[i], 0, (uint32_t)i, 0};
+      wires[i] = wire_of(seed, kinds[i], op != ALLRED_MAX, i);
+      tensors[i] =
+          (allred_tensor){in[i], in[i], counts[i] * allred_dtype_bytes(kinds[i]), kinds[i], wires[i], (uint32_t)i, 0};
     }
     if (is_exchange)
       allred_begin_exchange(&operation, &me->segment, &header);
     else
       allred_begin_allreduce(&operation, &me->segment, &header, tensors, count, allred_variants() - 1, op, me->all);
+    if (draw(seed, 14, 0) % 2) {
+      memset(me->residual, 0, sizeof me->residual);
+      operation.residual = me->residual;
+    }
     const int status = advance(me, &operation, number);
     if ((status == ALLRED_DIFFER) != (differs && me->all > 1)) fail(me, number, "wrong status", (size_t)status);
     for (int other = 0; other < me->all; other++)
@@ -202,8 +242,10 @@ static void *run(void *argument) {
       char *right = malloc(counts[i] * allred_dtype_bytes(kinds[i]));
       allred_reduce_kernel(0, kinds[i], op)(right, (const void *const *)all, me->all, counts[i], me->all);
       const char *expected = status == ALLRED_DIFFER ? all[me->number] : right;
+      if (wires[i] && status != ALLRED_DIFFER)
+        check_close(me, number, wires[i], in[i], right, kinds[i], counts[i], op == ALLRED_AVERAGE ? 1 : me->all);
       for (size_t at = 0; at < counts[i] * allred_dtype_bytes(kinds[i]); at++)
-        if (in[i][at] != expected[at]) fail(me, number, "wrong number", at);
+        if (in[i][at] != expected[at] && (!wires[i] || status == ALLRED_DIFFER)) fail(me, number, "wrong number", at);
       for (int other = 0; other < me->all; other++) free(all[other]);
       free(right), free(in[i]);
     }
@@ -246,6 +288,7 @@ static void run_layout(const layout *l, int operations, uint64_t seed) {
       me->network.received = malloc(allred_message_bytes(&me->network) * (size_t)l->hosts);
       me->network.moved = calloc(2 * (size_t)l->hosts, sizeof(size_t));
       me->network.scratch = malloc(ALLRED_SCRATCH_BYTES);
+      me->network.compressed = malloc(allred_compressed_bytes(&me->network));
       me->segment = (allred_segment){.memory = memory, .rank = local, .ranks = l->ranks[host], .chunk_bytes = CHUNK};
       me->segment.across = &allred_across_hosts, me->segment.network = &me->network;
     }
@@ -261,13 +304,15 @@ static void run_layout(const layout *l, int operations, uint64_t seed) {
       }
   for (int i = 0; i < all; i++) pthread_create(&threads[i], NULL, run, &ranks[i]);
   for (int i = 0; i < all; i++) pthread_join(threads[i], NULL);
+  for (int i = 1; i < all; i++)
+    if (ranks[i].digest != ranks[0].digest) fail(&ranks[i], 0, "another result than rank 0", 0);
   for (int host = 0; host < l->hosts; host++)
     free(ranks[first[host]].segment.memory), free(ranks[first[host]].network.memory);
   for (int i = 0; i < all; i++) {
     for (int host = 0; ranks[i].network.sockets && host < l->hosts; host++)
       if (host != ranks[i].host) close(ranks[i].sockets[host]);
     free(ranks[i].network.message), free(ranks[i].network.received), free(ranks[i].network.moved);
-    free(ranks[i].network.scratch);
+    free(ranks[i].network.scratch), free(ranks[i].network.compressed);
   }
   free(ranks);
   printf("%d hosts, %d ranks, windows of %zu bytes: %d operations are right\n", l->hosts, all, l->window_bytes,

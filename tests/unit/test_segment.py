@@ -124,10 +124,13 @@ EIGHT = np.zeros(8, np.uint8)
     ("call", "message"),
     [
         (lambda s: s.begin_exchange(b"short", True), "a header has 64 bytes, not 5"),
-        (lambda s: s.begin_allreduce(RECORD, [EIGHT], [EIGHT[:4]], [1], 2), "8 bytes cannot be reduced into 4"),
-        (lambda s: s.begin_allreduce(RECORD, [EIGHT[:7]], [EIGHT[:7]], [8], 2), "7 bytes cannot be reduced into 7"),
-        (lambda s: s.begin_allreduce(RECORD, [EIGHT], [EIGHT], [0], 2), "operator 2 is not defined for dtype 0"),
-        (lambda s: s.begin_allreduce(RECORD, [EIGHT], [EIGHT], [77], 2), "operator 2 is not defined for dtype 77"),
+        (lambda s: s.begin_allreduce(RECORD, [EIGHT], [EIGHT[:4]], [1], [0], 2), "8 bytes cannot be reduced into 4"),
+        (
+            lambda s: s.begin_allreduce(RECORD, [EIGHT[:7]], [EIGHT[:7]], [8], [0], 2),
+            "7 bytes cannot be reduced into 7",
+        ),
+        (lambda s: s.begin_allreduce(RECORD, [EIGHT], [EIGHT], [0], [0], 2), "operator 2 is not defined for dtype 0"),
+        (lambda s: s.begin_allreduce(RECORD, [EIGHT], [EIGHT], [77], [0], 2), "operator 2 is not defined for dtype 77"),
         (lambda s: s.begin_allgather(RECORD, EIGHT, EIGHT, [4]), "send has 8 bytes, but the counts add up to 4"),
         (lambda s: s.begin_allgather(RECORD, EIGHT, EIGHT, [4, 4]), "a list of 1 numbers"),
         (lambda s: s.begin_allgather(RECORD, EIGHT, EIGHT, [-1]), "-1 is not a count"),

@@ -50,8 +50,8 @@ class WithHeader(Protocol):
 
     def begin_exchange(self, record: bytes) -> "Operation": ...
     def begin_allreduce(
-        self, record: bytes | None, sources: list[Array], targets: list[Array], op: ReduceOp, wire: int,
-        checks_finite: bool = False,
+        self, record: bytes | None, sources: list[Array], targets: list[Array], op: ReduceOp, wires: list[int],
+        checks_finite: bool = False, residual: Array | None = None,
     ) -> "Operation": ...  # fmt: skip
     def begin_broadcast(self, record: bytes | None, data: Array, root: int) -> "Operation": ...
     def begin_allgather(self, record: bytes | None, send: Array, recv: Array, counts: list[int]) -> "Operation": ...
@@ -65,6 +65,7 @@ class Backend(ABC):
 
     name: str
     fuses = False  # whether a group of arrays passes as one stream, without a fusion buffer
+    encodes = False  # whether numbers are encoded between hosts, also as int8 and int4, and errors kept (csrc/encode.h)
     weighs = False  # whether a reduction can multiply the arrays of each rank by its weight
     checks_finite = False  # whether a reduction can find results that are not finite, see Communicator.nonfinite
     engine: "Segment | None" = None  # what runs several started operations at once; None: the caller runs one at a time

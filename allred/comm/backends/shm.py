@@ -105,12 +105,15 @@ class ShmBackend(Backend):
         sources: list[Array],
         targets: list[Array],
         op: ReduceOp,
-        wire: int,
+        wires: list[int],
         checks_finite: bool = False,
+        residual: Array | None = None,
     ) -> Operation:
         codes = [arrays.dtype_code(source.dtype) for source in sources]
         from_buffers, to_buffers = ([arrays.as_buffer(array) for array in side] for side in (sources, targets))
-        return self.segment.begin_allreduce(record, from_buffers, to_buffers, codes, ops.CODES[op], wire, checks_finite)
+        return self.segment.begin_allreduce(
+            record, from_buffers, to_buffers, codes, wires, ops.CODES[op], checks_finite, residual
+        )
 
     def begin_broadcast(self, record: bytes | None, data: Array, root: int) -> Operation:
         return self.segment.begin_broadcast(record, data, root)
@@ -134,7 +137,7 @@ class ShmBackend(Backend):
         return operation.headers()
 
     def allreduce(self, flat: Array, op: ReduceOp, wire: int = 0) -> Steps[None]:
-        yield from _finish(self.begin_allreduce(None, [flat], [flat], op, wire))
+        yield from _finish(self.begin_allreduce(None, [flat], [flat], op, [wire]))
 
     def broadcast(self, data: Array, root: int) -> Steps[None]:
         yield from _finish(self.begin_broadcast(None, data, root))

@@ -1,8 +1,8 @@
 """Backend tcp, of several hosts: shared memory within a host, TCP connections between hosts (csrc/network.h).
 
-All collectives but alltoall, and allreduce with compression, are one operation in C, as on one host. These two are
-composed of collectives of the host and of an exchange of bytes between hosts; `slices` ranks of each host share the
-exchange, and each byte crosses to another host once.
+All collectives but alltoall are one operation in C, as on one host. An alltoall is composed of collectives of the host
+and of an exchange of bytes between hosts; `slices` ranks of each host share the exchange, and each byte crosses to
+another host once.
 
 Results are the same on all ranks, and from run to run for the same hosts. The sum of a host has the order of its ranks;
 the sum over the hosts has an order that depends on the position in the array.
@@ -14,22 +14,19 @@ import socket
 
 import numpy as np
 
-from allred import arrays, native
+from allred import arrays
 from allred.arrays import Array
-from allred.comm import ops
 from allred.comm.backends import connections
 from allred.comm.backends.backend import Backend, SingleBackend
 from allred.comm.backends.segment import share
 from allred.comm.backends.shm import CHUNK_BYTES, ShmBackend
 from allred.comm.bootstrap import Bootstrap
-from allred.comm.ops import ReduceOp, narrow, widen
 from allred.comm.work import Steps
 from allred.errors import AllredError, ConfigError, RemoteRankError
 from allred.native._kernels import network_bytes, segment_bytes
 from allred.wording import named
 
 WINDOW_BYTES = 2**20
-_NARROW_COUNT = 2**20  # elements that are sent as 16-bit floats at a time
 
 
 class TcpBackend(ShmBackend):
@@ -41,6 +38,7 @@ class TcpBackend(ShmBackend):
     """
 
     name = "tcp"
+    encodes = True
 
     def __init__(
         self,
@@ -62,9 +60,6 @@ class TcpBackend(ShmBackend):
         fds = [sockets[host].fileno() if host in sockets else -1 for host in range(len(hosts))]
         self.segment.set_network(windows, window_bytes(hosts), self._here, self._slices, hosts, fds)
 
-    def begins_with_header(self, kind: str, wire: int) -> bool:
-        return not wire
-
     def connection_error(self) -> AllredError | None:
         lost = self.segment.lost_host
         if lost < 0:
@@ -85,25 +80,6 @@ class TcpBackend(ShmBackend):
     def exchange(self, record: bytes) -> Steps[list[bytes]]:
         headers = yield from super().exchange(record)
         return [headers[position] for position in self._position]
-
-    def allreduce(self, flat: Array, op: ReduceOp, wire: int = 0) -> Steps[None]:
-        if not wire:
-            yield from super().allreduce(flat, op)
-            return
-        # Rounded once before and once after the sum, as on backend mpi.
-        for start in range(0, flat.size, _NARROW_COUNT):
-            part = flat[start : start + _NARROW_COUNT]
-            self.traffic.sent += 2 * part.size
-            share = -(-part.size // self.size)
-            halves = np.zeros(self.size * share, np.uint16)
-            rows = np.empty((self.size, share), np.uint16)
-            narrow(part, halves[: part.size], wire)
-            counts = np.full((self.size, self.size), 2 * share)
-            yield from self.alltoall(arrays.as_bytes(halves), arrays.as_bytes(rows.reshape(-1)), counts)
-            mine = np.empty(share, np.uint16)
-            native.reduce(list(rows), mine, wire, ops.CODES[op], self.size)
-            yield from self.allgather(arrays.as_bytes(mine), arrays.as_bytes(halves), [2 * share] * self.size)
-            widen(halves[: part.size], part, wire)
 
     def alltoall(self, send: Array, recv: Array, counts: Array) -> Steps[None]:
         ours = self._hosts[self._here]

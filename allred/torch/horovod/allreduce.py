@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from allred.comm import ops
 from allred.comm.communicator import Communicator
 from allred.comm.ops import ReduceOp
 from allred.errors import InputError
@@ -139,6 +140,7 @@ def operator(op: Any, average: bool | None = None) -> ReduceOp:
 @dataclasses.dataclass
 class AllreduceCall(CollectiveCall):
     reduction: ScaledReduction = MEAN
+    encoding: ops.Compression = ops.Compression.none  # of floats between hosts
 
     def check(self, tensors: Tensors) -> None:
         """Raise InputError if they cannot be reduced. All ranks raise it."""
@@ -177,21 +179,22 @@ class AllreduceCall(CollectiveCall):
     def _operation(self, communicator: Communicator, arrays: list[Any], op: ReduceOp, label: str) -> Any:
         """Start the reduction of arrays in place."""
         if self.is_async and self.is_list:
-            return communicator.grouped_allreduce(arrays, op, label, in_place=True)
+            return communicator.grouped_allreduce(arrays, op, label, self.encoding, in_place=True)
         if self.is_async:
-            return communicator.allreduce(arrays[0], op, label, in_place=True)
+            return communicator.allreduce(arrays[0], op, label, self.encoding, in_place=True)
         reduce: Callable[[], Any]
         if self.is_list:
-            reduce = functools.partial(communicator.grouped_allreduce_blocking, arrays, True, op, label)
+            reduce = functools.partial(communicator.grouped_allreduce_blocking, arrays, True, op, label, self.encoding)
         else:
-            reduce = functools.partial(communicator.allreduce_blocking, arrays[0], True, op, label)
+            reduce = functools.partial(communicator.allreduce_blocking, arrays[0], True, op, label, self.encoding)
         return handles.DeferredCall(communicator, reduce)
 
     def apply(self, tensors: Tensors, compression: Any) -> list[Tensor]:
         def gradient(gradients: Tensors) -> list[Tensor]:  # differentiable too
             return dataclasses.replace(self, name=None).apply(gradients, Compression.none)
 
-        return apply_compressed(compression, self.run, gradient, tensors)
+        call = dataclasses.replace(self, encoding=getattr(compression, "encoding", ops.Compression.none))
+        return apply_compressed(compression, call.run, gradient, tensors)
 
 
 def _allreduce(
@@ -216,7 +219,8 @@ allreduce, allreduce_async, allreduce_, allreduce_async_ = public_functions(
     average: deprecated, use `op`. op: hvd.Average (default; integers are truncated), Sum, Min, Max or Product. Complex
     numbers have no Min and Max.
     prescale_factor, postscale_factor: the tensor is multiplied by them before and after the reduction.
-    compression: hvd.Compression.none or .fp16, or a class with static methods `compress` and `decompress`.
+    compression: hvd.Compression.none, .fp16, .int8 or .int4, or a class with static methods `compress` and
+        `decompress`.
 
     Raises HorovodInternalError, on all ranks, if the tensors or calls differ or cannot be used; ValueError, on this
     rank, for another `op`; NotImplementedError for hvd.Adasum.

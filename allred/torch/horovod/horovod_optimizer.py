@@ -34,7 +34,10 @@ from allred.torch.horovod.process_sets import ProcessSet, check_initialized, glo
 from allred.torch.replaced_methods import NO_COPY
 from allred.torch.tensors import as_tensor, copy_like
 
-_FUSED_COMPRESSION = {Compression.none: ops.Compression.none, Compression.fp16: ops.Compression.fp16}
+_FUSED_COMPRESSION = {
+    Compression.none: ops.Compression.none, Compression.fp16: ops.Compression.fp16,
+    Compression.int8: ops.Compression.int8, Compression.int4: ops.Compression.int4,
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +64,9 @@ class GradientReduction:
 
     @property
     def fused_compression(self) -> ops.Compression:
-        return _FUSED_COMPRESSION[self.compression] if self.is_fused else ops.Compression.none
+        if self.is_fused:
+            return _FUSED_COMPRESSION[self.compression]
+        return getattr(self.compression, "encoding", ops.Compression.none)
 
 
 class CompressedReducer(Reducer):
@@ -290,7 +295,8 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
 
     named_parameters: names and parameters, for messages; default: the names of the optimizer, else "0.3" for parameter
         3 of group 0.
-    compression: hvd.Compression.none or .fp16, or a class with static methods `compress` and `decompress`.
+    compression: hvd.Compression.none, .fp16, .int8 or .int4, or a class with static methods `compress` and
+        `decompress`.
     backward_passes_per_step: the gradients of this number of backward passes are added, and reduced once.
     op: hvd.Average, Sum, Min, Max or Product.
     gradient_predivide_factor: with hvd.Average: gradients are divided by it before the sum, and multiplied after it.

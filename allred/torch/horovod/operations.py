@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from allred.comm import functions
+from allred.comm import functions, ops
 from allred.comm.communicator import Communicator
 from allred.comm.header import quoted
 from allred.comm.process_set import ProcessSet as RankSet
@@ -62,14 +62,29 @@ class FP16Compressor(Compressor):
         return tensor.to(ctx)
 
 
+class Int8Compressor(NoneCompressor):
+    """Between hosts that are connected by TCP, allreduces send `allred.Compression.int8`. Not in Horovod."""
+
+    encoding = ops.Compression.int8
+
+
+class Int4Compressor(NoneCompressor):
+    """Between hosts that are connected by TCP, allreduces send `allred.Compression.int4`. Not in Horovod."""
+
+    encoding = ops.Compression.int4
+
+
 class Compression:
-    """The compressors for the argument `compression`.
+    """The compressors for the argument `compression`. `int8` and `int4` are not in Horovod; they compress allreduces
+    between hosts only (docs/slow-links.md).
 
     Example: `hvd.DistributedOptimizer(optimizer, compression=hvd.Compression.fp16)`.
     """
 
     none = NoneCompressor
     fp16 = FP16Compressor
+    int8 = Int8Compressor
+    int4 = Int4Compressor
 
 
 Tensors = Sequence[Tensor]
@@ -237,8 +252,8 @@ def check_compression(compression: Any) -> None:
     """Raise InputError unless it is a compressor."""
     if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
         raise InputError(
-            f"compression={compression!r}: expected hvd.Compression.none or .fp16, or a class with static methods "
-            "compress and decompress"
+            f"compression={compression!r}: expected hvd.Compression.none, .fp16, .int8 or .int4, or a class with "
+            "static methods compress and decompress"
         )
 
 

@@ -1,0 +1,55 @@
+"""`int8_hook`, `int4_hook`: communication hooks of DistributedDataParallel that compress gradients between hosts.
+
+    torch.distributed.init_process_group("allred")
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    ddp.register_comm_hook(None, allred.torch.int8_hook)
+
+Between hosts that are connected by TCP, gradients travel in 8 or 4 bits, with error feedback (docs/slow-links.md);
+elsewhere, and on GPUs, as without a hook. `state` is None, or the process group of the DistributedDataParallel.
+"""
+
+import functools
+import types
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from allred.comm.ops import Compression
+from allred.errors import InputError
+from allred.torch.process_group import ProcessGroupAllred
+
+
+def int8_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook: gradients travel between hosts as `allred.Compression.int8`. Raises InputError if the
+    process group is not of backend "allred"."""
+    return _reduce(Compression.int8, state, bucket)
+
+
+def int4_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook: gradients travel between hosts as `allred.Compression.int4`. Raises InputError if the
+    process group is not of backend "allred"."""
+    return _reduce(Compression.int4, state, bucket)
+
+
+def _reduce(compression: Compression, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    group = dist.group.WORLD if state is None else state
+    if bucket.buffer().device.type != "cpu":
+        return default_hooks.allreduce_hook(group, bucket)
+    if not isinstance(group, ProcessGroupAllred):
+        raise InputError(
+            f"allred.torch.{compression.name}_hook: the process group of this DistributedDataParallel has the backend "
+            f"{dist.get_backend(group)!r}; use torch.distributed.init_process_group('allred')"
+        )
+    residual = group.residual(bucket.parameters()[0], bucket.buffer().numel())
+    options = types.SimpleNamespace(
+        reduceOp=dist.ReduceOp.AVG, timeout=None, compression=compression, residual=residual
+    )
+    future = group.allreduce_coalesced(bucket.gradients(), options).get_future()
+    return future.then(functools.partial(_buffer, bucket))
+
+
+def _buffer(bucket: dist.GradBucket, future: Any) -> torch.Tensor:
+    future.wait()  # raises its error
+    return bucket.buffer()
