@@ -25,6 +25,7 @@ from allred.modes.optimizer import DistributedOptimizer, is_torch_optimizer
 from allred.modes.options import StepInput, StepOptions
 from allred.modes.reducer import Reducer, tensor_of
 from allred.modes.sync import reduce_gradients
+from allred.optim.base import Optimizer
 from allred.ps import context
 from allred.ps.consistency import Policy
 from allred.ps.placement import How
@@ -82,6 +83,14 @@ class _Distributed:
             (name, shape, dtype) to the number of a server, or a dict {name: server}.
         use_locking: whether a pull returns a consistent version of the parameters of each server.
 
+    Mode local only (docs/slow-links.md):
+        every: steps from one round to the next; default: the setting of that name.
+        outer: the optimizer of allred.optim that applies the mean of the ranks' changes; default:
+            `allred.optim.SGD(0.7, momentum=0.5, nesterov=True)`.
+        fragments: the number of parts of the parameters, whose rounds begin at different steps.
+        delay: the number of steps that the exchange of a fragment takes, while the ranks go on training.
+        mix: with delay, the share of this rank's parameters after the exchange; the rest is that of all ranks.
+
     Raises TypeError for another target, InputError for an argument that cannot be used.
     """
 
@@ -103,10 +112,15 @@ class _Distributed:
         placement: How | None = None,
         use_locking: bool | None = None,
         sharded: bool = False,
+        every: int | None = None,
+        outer: Optimizer | None = None,
+        fragments: int = 1,
+        delay: int = 0,
+        mix: float = 0.5,
     ) -> Any:
         options = StepOptions(
             name, op, accumulate, bucket_bytes, nonfinite, process_set, compression, error_feedback,
-            clip_norm, scaler, consistency, placement, use_locking, sharded,
+            clip_norm, scaler, consistency, placement, use_locking, sharded, every, outer, fragments, delay, mix,
         )  # fmt: skip
         if target is _NOTHING:
             return lambda later: _wrap(later, options)
@@ -175,6 +189,12 @@ def _wrap_function(function: Callable[..., Any], options: StepOptions, values: b
                 f"{title} is a gradient function, which has no meaning in mode ps: the parameter servers need an "
                 "optimizer to apply gradients with. Wrap that instead: opt = allred.distributed(optimizer), then "
                 "opt.step(params, grads) with this worker's gradients; or use mode sync"
+            )
+        if world.config().mode == "local":
+            raise InputError(
+                f"{title} is a gradient function; mode local averages parameters, so it needs the optimizer: opt = "
+                "allred.distributed(optimizer), then opt.step(params, grads) with this rank's gradients; or use mode "
+                "sync"
             )
         result = function(*args, **kwargs)
         *others, grads = result if isinstance(result, tuple) and result else (result,)

@@ -4,6 +4,7 @@ The mode is selected at the first use, because the optimizer may be made before 
 serves where the optimizer is made or first used, and exits there.
 """
 
+import dataclasses
 import functools
 import importlib
 import os
@@ -42,13 +43,13 @@ def is_torch_optimizer(value: Any) -> bool:
     return optim is not None and isinstance(value, optim.Optimizer)
 
 
-def _without_scaler(extra: Any) -> Any:
-    return extra[_EXTRA] if isinstance(extra, dict) and _SCALER in extra else extra
+def _without_more(extra: Any) -> Any:
+    return extra[_EXTRA] if isinstance(extra, dict) and _EXTRA in extra else extra
 
 
 def _check_parts(names: Iterable[str], extra: Any, path: pathlib.Path) -> None:
     """Raise CheckpointError if a checkpoint lacks one of the parts of `session_parts`."""
-    parts = _without_scaler(extra) or {}
+    parts = _without_more(extra) or {}
     if missing := [name for name in names if not parts.get(f"'{name}'", [None])[0]]:
         raise CheckpointError(
             f"{path} has no buffers of the {missing[0]}, because it was saved without the {missing[0]}; nothing was "
@@ -93,6 +94,7 @@ class DistributedOptimizer:
         self._meta = {"kind": optimizer_kind(optimizer), "training": secrets.token_hex(8)}
         self._updates = updates_of(optimizer)  # also counts the updates of an optimizer whose wrapper is never used
         self._chosen: Mode | None = None
+        self._alone: Communicator | None = None  # of this rank; in mode local
         if context.serves():
             self._serve()
 
@@ -105,7 +107,11 @@ class DistributedOptimizer:
         raise SystemExit(0)
 
     def _check_mode(self) -> None:
-        if not context.is_active():
+        local = world.config().mode == "local"
+        if not context.is_active() and not local:
+            return
+        if local:
+            self._check_local()
             return
         if self._options.op is not ReduceOp.AVERAGE:
             raise InputError(
@@ -119,6 +125,18 @@ class DistributedOptimizer:
                 f"{self.name}: process_set is available in mode sync only; in mode ps all workers train together"
             )
 
+    def _check_local(self) -> None:
+        options = self._options
+        given = {
+            f"op=allred.{options.op.name.title()}": options.op is not ReduceOp.AVERAGE, "sharded=True": options.sharded,
+            "process_set": self.process_set is not None,
+        }  # fmt: skip
+        if wrong := [name for name, is_given in given.items() if is_given]:
+            raise InputError(
+                f"{self.name}: {', '.join(wrong)} is not available in mode local, in which all ranks average their "
+                "parameters; leave it out"
+            )
+
     def _get_mode(self) -> Mode:
         """Return the mode, which is selected at the first use. A parameter server serves and exits instead."""
         if self._chosen is None:
@@ -129,8 +147,21 @@ class DistributedOptimizer:
             if not sync and self._options.compression is not Compression.none:
                 log.info(f"{self.name}: compression has no effect in mode ps: gradients are sent uncompressed")
             arguments = self.optimizer, self._options, self._clipper, self._meta
-            self._chosen = SyncMode(*arguments, self, self.new_reducer()) if sync else PsMode(*arguments)
+            if world.config().mode == "local":
+                self._chosen = self._local_mode()
+            else:
+                self._chosen = SyncMode(*arguments, self, self.new_reducer()) if sync else PsMode(*arguments)
         return self._chosen
+
+    def _local_mode(self) -> Mode:
+        from allred.modes.local import LocalMode, alone
+        from allred.modes.rounds import Rounds
+
+        rounds = Rounds(self._options.with_settings(world.config()), self._options.title)
+        self._options = dataclasses.replace(self._options, compression=Compression.none, error_feedback=None)
+        self._alone = alone()
+        arguments = self.optimizer, self._options, self._clipper, self._meta, self, self.new_reducer()
+        return LocalMode(*arguments, rounds=rounds)
 
     def new_reducer(self) -> Reducer:
         """Internal: return the reducer of mode sync."""
@@ -240,6 +271,9 @@ class DistributedOptimizer:
 
     def _communicator(self) -> Communicator:
         """Return the communicator of this optimizer's ranks."""
+        if self._alone is not None or (world.config().mode == "local" and self._get_mode()):
+            assert self._alone is not None
+            return self._alone
         own = self.process_set
         return world.current().communicator if own is None else functions.current(own)
 
@@ -348,6 +382,14 @@ class DistributedOptimizer:
         """
         with functions.within(self.process_set):
             return self._get_mode().share(params)
+
+    def round(self) -> None:
+        """Mode local: average the parameters of all ranks now, for example before an evaluation; then they are equal.
+        Collective. Mode sync and ps: no effect.
+
+        Example: `opt.round()`, then `accuracy = evaluate(params)` on any rank.
+        """
+        self._get_mode().round()
 
     def pull(self, params: Any) -> None:
         """Mode ps: overwrite the parameters with those of the servers. Mode sync: no effect; they are equal."""
@@ -477,7 +519,9 @@ class DistributedOptimizer:
                     control.count_from(step)
         if isinstance(extra, dict) and _SCALER in extra and self._clipper.scaler is not None:
             self._clipper.scaler.load_state_dict(extra[_SCALER])
-        return step, _without_scaler(extra)
+        if isinstance(extra, dict) and _EXTRA in extra:
+            self._get_mode().load_more_state(extra)
+        return step, _without_more(extra)
 
     @property
     def training_id(self) -> str:
@@ -489,8 +533,10 @@ class DistributedOptimizer:
         """Internal, for a session: return a function that writes a checkpoint of this moment into a directory, and
         returns its path. extra: an object to pickle into it. copy: whether it is called after later steps."""
         self._require_state()
-        scaler = self._clipper.scaler
-        extra = extra if scaler is None else {_SCALER: scaler.state_dict(), _EXTRA: extra}
+        scaler, more = self._clipper.scaler, self._get_mode().more_state()
+        if scaler is not None:
+            more = {_SCALER: scaler.state_dict(), **more}
+        extra = {**more, _EXTRA: extra} if more else extra
         return self._get_mode().save(params, extra, copy)
 
     def session_parts(self, params: Any) -> tuple[Any, dict[str, Any]]:

@@ -5,10 +5,11 @@ sync (sync.py) and mode ps (ps.py): `Mode` and `SessionSupport`.
 import dataclasses
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from allred import nest
+from allred.arrays import Array
 from allred.comm import ops
 from allred.comm.communicator import Communicator
 from allred.comm.ops import Compression, ReduceOp
@@ -18,6 +19,7 @@ from allred.errors import AllredError, InputError
 from allred.fusion import Tensor
 from allred.modes.clipping import GradScaler
 from allred.optim.base import Optimizer
+from allred.optim.optimizers import SGD
 from allred.ps.consistency import Async, Bounded, Policy, Sync
 from allred.ps.placement import How, check_placement
 from allred.ps.shard import locks
@@ -46,6 +48,11 @@ class StepOptions:
     placement: How | None = None
     use_locking: bool | None = None
     sharded: bool = False
+    every: int | None = None
+    outer: Optimizer | None = None
+    fragments: int = 1
+    delay: int = 0
+    mix: float = 0.5
     ops: ClassVar[tuple[ReduceOp, ...]] = (ReduceOp.AVERAGE, ReduceOp.SUM)  # that `op` may be
 
     def __post_init__(self) -> None:
@@ -53,6 +60,7 @@ class StepOptions:
         self._check_types()
         self._replace("accumulate", integer("accumulate", self.accumulate, 1, "it counts micro-steps"))
         self._replace("bucket_bytes", _size(self.bucket_bytes))
+        self._check_rounds()
         if self.clip_norm is not None:
             self._replace("clip_norm", positive("allred.distributed", "clip_norm", self.clip_norm))
         if self.scaler is not None:
@@ -92,6 +100,30 @@ class StepOptions:
                 f"consistency={given!r} must be allred.ps.Async(), allred.ps.Bounded(staleness=...), "
                 f"allred.ps.Sync(...), or one of the words {', '.join(_CONSISTENCY_POLICIES)}"
             )
+
+    def _check_rounds(self) -> None:
+        """Check the options of mode local."""
+        if self.every is not None:
+            self._replace("every", integer("every", self.every, 1, "it counts steps"))
+        self._replace("fragments", integer("fragments", self.fragments, 1, "it counts parts of the parameters"))
+        self._replace("delay", integer("delay", self.delay, 0, "it counts steps"))
+        if not isinstance(self.outer, Optimizer | None):
+            raise InputError(
+                f"outer={self.outer!r}: expected an optimizer of allred.optim, such as allred.optim.SGD(0.7)"
+            )
+        if not (isinstance(self.mix, (int, float)) and 0 <= self.mix < 1):
+            raise InputError(f"mix={self.mix!r} must be a number from 0, and less than 1")
+
+    def with_settings(self, settings: Any) -> "StepOptions":
+        """Return the options of mode local, with the settings in place of None. Raises InputError."""
+        every = settings.every if self.every is None else self.every
+        if self.delay >= every or self.fragments > every:
+            raise InputError(
+                f"{self.name}: every={every} must be more than delay={self.delay}, and not less than "
+                f"fragments={self.fragments}"
+            )
+        outer = self.outer or SGD(0.7, momentum=0.5, nesterov=True)
+        return dataclasses.replace(self, every=every, outer=outer)
 
     def _replace(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -202,6 +234,19 @@ class SessionSupport(ABC):
     def broadcast_failure(self, failure: AllredError | None) -> AllredError | None:
         """Return the `failure` of worker 0 (or None) on all workers. Collective."""
 
+    @property
+    def can_save(self) -> bool:
+        """Whether a rank that has failed may write a checkpoint."""
+        return not self.update_interrupted
+
+    @property
+    def ends_together(self) -> bool:
+        """Whether all ranks end the current step together."""
+        return self.is_lockstep
+
+    def before_checkpoint(self) -> None:  # noqa: B027
+        """Mode local: make all ranks equal. Collective."""
+
     # Without effect in mode sync.
 
     def request_stop(self) -> None:  # noqa: B027
@@ -218,6 +263,7 @@ class Mode(SessionSupport):
     """How the ranks of a distributed optimizer train together. See `DistributedOptimizer` for the public methods."""
 
     dropped = 0  # gradients of this worker that were too late for their step
+    buffers: Sequence[Array] = ()  # mode local: views of floats that are averaged in rounds, such as running means
 
     @property
     @abstractmethod
@@ -249,5 +295,11 @@ class Mode(SessionSupport):
     def reduce(self, communicator: Communicator, name: str, grad: Any, samples: int | None) -> None: ...
     @abstractmethod
     def share(self, params: Any) -> Any: ...
+    def more_state(self) -> dict[str, Any]:
+        """Return what a checkpoint contains beside parameters and optimizer."""
+        return {}
+
+    def load_more_state(self, state: dict[str, Any]) -> None: ...
+    def round(self) -> None: ...
     def pull(self, params: Any) -> None: ...
     def finish(self) -> None: ...

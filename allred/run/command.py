@@ -35,7 +35,7 @@ def _parser(arguments: list[str]) -> argparse.Namespace:
     add("--max-np", type=_number, metavar="N", help="most ranks; a changed host file resizes the job up to it")
     add("--elastic", action="store_true", help="ranks that survive another go on in the same processes")
     add("--spares", type=_number, default=0, metavar="N", help="with --elastic: processes that wait to replace a rank")
-    add("--mode", choices=("sync", "ps"), help="ALLRED_MODE of the ranks")
+    add("--mode", choices=("sync", "local", "ps"), help="ALLRED_MODE of the ranks")
     add("--num-ps", type=_number, metavar="N", help="number of parameter servers in mode ps")
     add("--tag", action="store_true", help="print the rank before each line of output")
     add("--logs", default="", metavar="DIR", help="write the output of each rank to a file too: DIR/rank-0.log")
@@ -129,6 +129,10 @@ def _check_elastic(options: argparse.Namespace, found: host_list.HostList) -> No
     """Raise ConfigError for options that --elastic does not have."""
     if options.mode == "ps":
         raise ConfigError("--elastic is for mode sync, not --mode ps (ALLRED_WORKER_FAILURE=go_on)")
+    if options.mode == "local":
+        raise ConfigError(
+            "--elastic is for mode sync, not --mode local; use --restarts, which goes on from a checkpoint"
+        )
     remote = [name for name in found.slots if not host_list.is_local(name)]
     if remote and not host_list.agent(os.environ):
         raise ConfigError(

@@ -123,8 +123,9 @@ def write_after_error(
         if isinstance(error, _NOT_SAVED):
             return None
         reason = "the current step failed after its update, or in a hook" if is_unfinished else ""
-        if optimizer.session_support.update_interrupted:
-            reason = "an update was interrupted"
+        if not optimizer.session_support.can_save:
+            interrupted = optimizer.session_support.update_interrupted
+            reason = "an update was interrupted" if interrupted else "the ranks were between two rounds"
         if reason:
             _report_no_checkpoint(f"{reason}; the newest checkpoint is of an earlier step")
             return None

@@ -418,18 +418,20 @@ class Session:
         without a collective, and write no periodic checkpoint."""
         self._note_step()
         optimizer, self._is_ending, self._due_savers = self.optimizer, True, []
-        due = self.is_chief and bool(self._saver.directory) and not alone and self._saver.due(self.step)
-        in_lockstep = optimizer.session_support.is_lockstep and not alone
+        in_lockstep = optimizer.session_support.ends_together and not alone
+        in_turn = in_lockstep or not optimizer.session_support.is_lockstep  # else the ranks are between two rounds
+        due = self.is_chief and bool(self._saver.directory) and not alone and in_turn and self._saver.due(self.step)
         make_report = self._metrics.report_all if in_lockstep else self._metrics.report_local
         step_report = make_report(self._signals.reason or self._stop_request, due)
         times = world.current().counters.times
         self.rates.record(self.step, int(step_report.examples), *map(operator.sub, times, self._times))
         self._times = times
-        if step_report.stop and optimizer.session_support.is_lockstep:
+        if step_report.stop and optimizer.session_support.is_lockstep and (in_lockstep or alone):
             self._stop_reason = self._stop_reason or step_report.stop
         self._reported = self.step, step_report.values
         self._call_hooks(step_report.values)
         if step_report.save and not self._stop_reason:
+            optimizer.session_support.before_checkpoint()
             randoms = coordination.gather_random_states(optimizer)
             if self.is_chief:
                 self.save_by(self._saver, randoms)
@@ -504,6 +506,7 @@ class Session:
         """Write the final checkpoint, when all workers have made their last step. Collective."""
         self._in_step = False
         self._wait_all_workers()
+        self.optimizer.session_support.before_checkpoint()
         randoms = coordination.gather_random_states(self.optimizer, "the end of the session")
         return final_checkpoint.write(self._saver, self.optimizer, self.step, lambda: self._capture(randoms))
 

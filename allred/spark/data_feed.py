@@ -136,7 +136,7 @@ class DataFeed:
     def _join(self) -> None:
         """At the end of a feed: take part in the steps of the other workers, until all have read their rows."""
         here = world.current_or_none()
-        if here is not None and here.config.mode == "sync" and here.topology.size > 1:
+        if here is not None and here.config.mode != "ps" and here.topology.size > 1:
             join()
 
     def _open(self) -> None:

@@ -320,6 +320,11 @@ class HookedOptimizer(ModuleCheckpoints):
         arguments that have no effect then, and for parameters outside of it."""
         if not self._averages:
             return
+        if world.config().mode == "local":
+            raise InputError(
+                f"{self.name}: DistributedDataParallel averages gradients in each step; in mode local pass the module "
+                "inside of it, and do not train the DistributedDataParallel"
+            )
         inside = {id(parameter) for parameter in module.parameters()}
         if outside := [name for name, each in self._adapter.named_parameters() if id(each) not in inside]:
             raise InputError(

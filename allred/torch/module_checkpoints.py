@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from allred import log
+from allred import log, world
 from allred.comm import functions
 from allred.errors import InputError
 from allred.modes.optimizer import DistributedOptimizer
@@ -20,7 +20,7 @@ from allred.ps import context
 from allred.session import state_pickle
 from allred.torch import elastic_group
 from allred.torch.optimizer_adapter import OptimizerAdapter, detached_view
-from allred.torch.tensors import as_raw_array
+from allred.torch.tensors import as_array, as_raw_array
 
 
 class UntrainedState:
@@ -116,7 +116,11 @@ class ModuleCheckpoints(DistributedOptimizer):
         if isinstance(params, DistributedDataParallel):
             self.leave_averaging(params)
             elastic_group.managed.add(params)
-        return _module_of(params)
+        module = _module_of(params)
+        if isinstance(module, torch.nn.Module) and world.config().mode == "local":
+            floats = [each.detach() for each in module.buffers() if each.is_floating_point()]
+            self._get_mode().buffers = [as_array(each) for each in floats]
+        return module
 
     def nest_of(self, params: Any) -> Any:
         """Return parameters as a nest of arrays that share their memory. None: the parameters of this optimizer. A

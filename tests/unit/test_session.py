@@ -504,7 +504,7 @@ def test_a_commit_leaves_a_rank_that_writes_its_claim(tmp_path):
 
     saver = types.SimpleNamespace(directory=str(tmp_path), save_final=save_final, wait=lambda: None)
     optimizer = types.SimpleNamespace(
-        training_id="this", session_support=types.SimpleNamespace(latest_step=lambda: 6, update_interrupted=False)
+        training_id="this", session_support=types.SimpleNamespace(latest_step=lambda: 6, can_save=True)
     )
     final_checkpoint.write_after_error(ValueError(), False, saver, optimizer, "ab12", lambda: str)
     assert len(seen) == 1
