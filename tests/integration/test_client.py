@@ -153,6 +153,7 @@ def test_with_go_on_the_client_hears_of_it_and_goes_on_with_the_others():
     assert "joined" in found["worker", 0].out, text(found)
 
 
+@pytest.mark.full  # test_rendezvous.py: a worker that fails
 def test_a_client_that_fails_ends_the_task_which_hears_of_it():
     with tasks(jobs(workers=1)) as t:
         found = t.all({("worker", 0): "server.join()", ("client", 0): "raise OSError('no data')"})

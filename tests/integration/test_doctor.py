@@ -87,7 +87,8 @@ def check_report(result, mpi, ranks):
     assert "GB/s; sums are correct" in measured, result.text
 
 
-@pytest.mark.parametrize("mpi", ["openmpi", pytest.param("mpich", marks=pytest.mark.full)])
+@pytest.mark.full  # by default in the next test
+@pytest.mark.parametrize("mpi", MPIS)
 def test_one_report_for_all_ranks(mpi):
     check_report(doctor(2, mpi), mpi, 2)
 
@@ -158,7 +159,7 @@ def test_an_unknown_setting_and_another_mpirun_first_on_the_path_and_a_diagnosis
     assert line["found"].startswith("could not be examined: AttributeError"), result.text
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_without_any_mpi(ranks):
     result = doctor(ranks, env=NO_MPI)
     assert failing(result) == ["MPI library"], result.text
@@ -224,12 +225,18 @@ def test_one_report_of_a_probe_that_raises_and_no_shared_memory_and_wrong_sums()
 
 
 HANGS = [  # MPI; change on rank 1; topic; words; time that a trial has beyond --limit-s
-    ("mpich", "replace('memory', lambda: time.sleep(60))", "world", "MPI did not start within 2 s", 1.0),
+    *(
+        pytest.param(
+            *(mpi, "replace('memory', lambda: time.sleep(60))", "world", "MPI did not start within 2 s", 1.0),
+            marks=pytest.mark.full,
+        )
+        for mpi in MPIS
+    ),
     pytest.param(
-        *("openmpi", "replace('memory', lambda: time.sleep(60))", "world", "MPI did not start within 2 s", 1.0),
+        *("openmpi", "command.gather = lambda *_: time.sleep(60)", "ranks", "no answer from rank 1 of 2 within 3 s"),
+        1.0,
         marks=pytest.mark.full,
     ),
-    ("openmpi", "command.gather = lambda *_: time.sleep(60)", "ranks", "no answer from rank 1 of 2 within 3 s", 1.0),
     (
         *("mpich", "trials.share = lambda _: os.kill(os.getpid(), signal.SIGSTOP)"),
         *("shared memory", "not finished after 1 s", -2.0),  # rank 0 uses its core fully while it waits

@@ -1,4 +1,4 @@
-"""`allred run --elastic`: deaths, and what the ranks that go on compute. About 50 s in two processes."""
+"""`allred run --elastic`: deaths, and what the ranks that go on compute."""
 
 import collections
 import contextlib
@@ -125,8 +125,15 @@ DEATHS = {
 }
 
 
-@pytest.mark.parametrize("how", [*DEATHS])
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(
+    ("rank", "how"),
+    [
+        (0, "SIGKILL"),
+        (2, "raise"),
+        *(pytest.param(rank, how, marks=full) for rank, how in [(0, "raise"), (2, "SIGKILL")]),
+        *(pytest.param(rank, how, marks=full) for rank in (0, 2) for how in ("segfault", "exit")),
+    ],
+)
 def test_the_others_go_on_without_a_dead_rank(how, rank, tmp_path):
     result, found = elastic(tmp_path, "-np", 3, kill={"rank": rank, "step": 7, "how": how})
     trained(result, found, 2)
@@ -135,7 +142,7 @@ def test_the_others_go_on_without_a_dead_rank(how, rank, tmp_path):
     assert ("ValueError: wrong" in result.err) == (how == "raise"), result.text
 
 
-@pytest.mark.parametrize("form", ["bare", "list", "nested"])
+@pytest.mark.parametrize("form", ["nested", *(pytest.param(form, marks=full) for form in ("bare", "list"))])
 def test_parameters_of_all_forms_go_to_a_spare(form, tmp_path):
     how = {"rank": 1, "step": 5, "how": "SIGKILL"}
     result, found = elastic(tmp_path, "-np", 3, "--spares", 1, kill=how, form=form, elements=40)
@@ -143,8 +150,8 @@ def test_parameters_of_all_forms_go_to_a_spare(form, tmp_path):
     assert "3 ranks go on, 1 of them new" in result.err, result.text
 
 
-@pytest.mark.parametrize("where", ["before", "after"])
-@pytest.mark.parametrize("step", [7, 36, *(pytest.param(step, marks=full) for step in (1, 35))])
+@pytest.mark.parametrize("where", [pytest.param("before", marks=full), "after"])
+@pytest.mark.parametrize("step", [7, *(pytest.param(step, marks=full) for step in (1, 35, 36))])
 def test_a_session_goes_on(step, where, tmp_path):
     """The rank dies before a step, or between a step and its end."""
     how = {"rank": 0, "step": step, "how": "SIGKILL", "where": where}
@@ -245,6 +252,7 @@ def test_a_stopped_rank_is_killed(tmp_path):
     assert "rank 1 is killed, because it does not take part" in result.err, result.text
 
 
+@full  # by default in test_after_shutdown_a_rank_may_fail_and_the_others_end_later
 def test_spares_end_with_the_training(tmp_path):
     result, found = elastic(tmp_path, "-np", 2, "--spares", 2)
     trained(result, found, 2)
@@ -280,8 +288,8 @@ def test_a_job_is_resized(has_session, tmp_path):
 
 @pytest.mark.parametrize(("words", "text"), [
     (["--mode", "ps"], "--elastic is for mode sync"),
-    (["--min-np", 3], "2 ranks are not within --min-np 3"),
-    (["--max-np", 1], "2 ranks are not within --max-np 1"),
+    pytest.param(["--min-np", 3], "2 ranks are not within --min-np 3", marks=full),
+    pytest.param(["--max-np", 1], "2 ranks are not within --max-np 1", marks=full),
 ])  # fmt: skip
 def test_options_that_do_not_fit_are_an_error(words, text, tmp_path):
     result = run([BIN["mpich"] / "python", "-m", "allred", "run", "--elastic", "-np", 2, *words, "train.py"])
@@ -289,7 +297,8 @@ def test_options_that_do_not_fit_are_an_error(words, text, tmp_path):
 
 
 @pytest.mark.parametrize(("env", "text"), [
-    ({"ALLRED_BACKEND": "mpi"}, "backend mpi"), ({"ALLRED_TIMELINE": "times"}, "ALLRED_TIMELINE"),
+    ({"ALLRED_BACKEND": "mpi"}, "backend mpi"),
+    pytest.param({"ALLRED_TIMELINE": "times"}, "ALLRED_TIMELINE", marks=full),
 ])  # fmt: skip
 def test_settings_that_are_refused_are_an_error(env, text, tmp_path):
     result, found = elastic(tmp_path, "-np", 2, env=env)
@@ -306,7 +315,7 @@ def test_lines_are_marked_and_written_to_files(tmp_path):
     assert "ValueError: wrong" in (tmp_path / "logs" / "rank-1.log").read_text()
 
 
-@pytest.mark.parametrize("who", ["run", "agent"])
+@pytest.mark.parametrize("who", ["run", pytest.param("agent", marks=full)])
 def test_all_processes_end_with(who, tmp_path):
     words = [BIN["mpich"] / "python", "-m", "allred", "run", "--elastic", "-np", 2, HERE / "elastic_program.py"]
     given = {
@@ -390,8 +399,8 @@ def test_one_rank_may_end_much_later(tmp_path):
     assert result.err.count("\n") == 1, result.text
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("prefetch", [None, {}, {"workers": 2}])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=full), True])
+@pytest.mark.parametrize("prefetch", [pytest.param(None, marks=full), {}, pytest.param({"workers": 2}, marks=full)])
 def test_batches_that_are_fetched_ahead_are_fetched_again(prefetch, stream, tmp_path):
     how = {"rank": 1, "step": 17, "how": "SIGKILL"}
     result, found = elastic(tmp_path, "-np", 3, "--spares", 1, kill=how, prefetch=prefetch, stream=stream)
@@ -511,10 +520,12 @@ print(sorted(seen[-8:]), flush=True)
 
 @pytest.mark.parametrize(("code", "text"), [
     ("allred.data.stream(iter(range(9)), batch_size=3).__iter__().__next__()", "can be iterated over only once"),
-    ("allred.SharedCounter('x').add(1)", "would return to 0 with each change"),
+    pytest.param("allred.SharedCounter('x').add(1)", "would return to 0 with each change", marks=full),
     ("allred.join()", "join() cannot be used with `allred run --elastic`"),
     ("opt.step(w, np.ones(3)); allred.distributed(allred.optim.SGD(lr=1.0)).step(w, w)", "recovers one optimizer"),
-    ("allred.distributed(allred.optim.SGD(lr=1.0), accumulate=2).step(w, w)", "recovers one optimizer"),
+    pytest.param(
+        "allred.distributed(allred.optim.SGD(lr=1.0), accumulate=2).step(w, w)", "recovers one optimizer", marks=full
+    ),
 ])  # fmt: skip
 def test_what_cannot_be_recovered_is_an_error(code, text, tmp_path):
     result = script(tmp_path, START + code + "\n", "-np", 2)
@@ -589,7 +600,7 @@ def test_a_rank_that_has_failed_and_does_not_end_is_killed(tmp_path):
     )
 
 
-@pytest.mark.parametrize("name", ["INT", "TERM", "USR1"])
+@pytest.mark.parametrize("name", [pytest.param("INT", marks=full), "TERM", "USR1"])
 def test_a_signal_ends_a_session(name, tmp_path):
     """SIGUSR1 is sent before a rank handles it."""
     code = (

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from harness import BIN, MPIS, OPENMPI, ROOT, full, mpirun, python, run
 from ports import reserved_ports
-from sklearn.datasets import load_digits
 
 DIGITS = ROOT / "examples/digits_sync.py"
 RESUME = ROOT / "examples/resume.py"
@@ -79,6 +78,7 @@ for name in {names}:
     assert result.out == "this example needs scikit-learn: pip install scikit-learn\n" * len(names), result.text
 
 
+@full  # test_pages.py runs programs without mpirun
 def test_digits_without_mpirun():
     check_digits(python(DIGITS, env=ONE_THREAD), 1)
 
@@ -190,7 +190,7 @@ def killed_at(step, ranks, directory):
 @pytest.mark.limit(180)
 @pytest.mark.parametrize(("kills", "ranks"), [([(100, 2)], 1), pytest.param([(10, 2), (100, 3)], 4, marks=full)])
 def test_resume_is_killed_and_goes_on_with_another_number_of_ranks(kills, ranks, tmp_path):
-    """Under MPICH, and on with one rank; test_ledger.py goes on with several, and under Open MPI."""
+    """Under MPICH, and on with one rank; test_ledger.py goes on with several, with --full also under Open MPI."""
     for step, before in kills:
         killed_at(step, before, tmp_path)
     result = mpirun(ranks, RESUME, tmp_path, env=ONE_THREAD)
@@ -225,6 +225,7 @@ def check_mnist(worker_0, worker_1):
     assert "accuracy" not in worker_1
 
 
+@full  # by default under mpirun, and linear_regression.py by hand
 def test_mnist_ps_by_hand():
     found = reserved_ports(4)
     hosts = [f"localhost:{port}" for port in found]
@@ -237,6 +238,8 @@ def test_mnist_ps_by_hand():
 
 @pytest.mark.parametrize("mpi", MPIS)
 def test_mnist_ps_under_mpirun_in_sync_from_files(mpi, tmp_path):
+    from sklearn.datasets import load_digits  # takes a second, which each process of pytest-xdist would spend
+
     images, labels = load_digits(return_X_y=True)
     pixels = (images.reshape(-1, 8, 8) * 15).astype(np.uint8)
     for name, of in (("train", slice(0, 1400)), ("t10k", slice(1400, None))):

@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 from failures import FAILURES, MPI_FIRST, WITHOUT_EXTENSION, count_tracebacks
-from harness import MPIS, full, mpirun
+from harness import MPICH_BY_DEFAULT, MPIS, full, mpirun
 
 PROGRAM = """
 import os, signal, sys, time
@@ -62,7 +62,7 @@ allred.allreduce(1.0)
 """
 
 
-@pytest.mark.parametrize("before", ["", WITHOUT_EXTENSION], ids=["C", "Python"])
+@pytest.mark.parametrize("before", ["", pytest.param(WITHOUT_EXTENSION, marks=full)], ids=["C", "Python"])
 def test_messages_of_a_group_have_the_numbers_in_mpi_in_brackets(before):
     result = mpirun(3, "-c", f"import sys; {before}\n{GROUP}", timeout_s=40)
     assert result.code == 1, result.text
@@ -90,7 +90,7 @@ GOOD = {
 }
 TOGETHER = [  # by rank; shutdown() and MPI.Finalize() are collective
     ("caught", "in a thread", "raised again"),
-    ("shutdown", "shutdown, exit(256)"),
+    pytest.param(("shutdown", "shutdown, exit(256)"), marks=full),
     ("finalized", "finalized, exit()"),
     pytest.param(("end", "exit(0)", "exit()", "exit(256)"), marks=full),
 ]
@@ -149,9 +149,9 @@ def test_a_world_of_one_just_fails():
     assert "allred:" not in result.err
 
 
-@pytest.mark.parametrize("before", ["", WITHOUT_EXTENSION], ids=["plain", "no extension"])
+@pytest.mark.parametrize("before", ["", pytest.param(WITHOUT_EXTENSION, marks=full)], ids=["plain", "no extension"])
 @pytest.mark.parametrize("mpi", MPIS)
-@pytest.mark.parametrize("end", ["", "sys.exit(0)"])
+@pytest.mark.parametrize("end", [pytest.param("", marks=full), "sys.exit(0)"])
 def test_after_a_time_limit_the_job_ends_and_not_well(mpi, end, before):
     """Even if the script goes on and ends with 0: MPI cannot be finalized with an operation that never completes."""
     code = (
@@ -175,7 +175,7 @@ def test_after_a_time_limit_the_job_ends_and_not_well(mpi, end, before):
     [
         pytest.param("raise ValueError('boom')", 1, marks=full),
         ("sys.exit(3)", 3),
-        ("allred.init(no_such_setting=1)", 1),
+        pytest.param("allred.init(no_such_setting=1)", 1, marks=full),
         pytest.param("open('/no/file')", 1, marks=full),
     ],
 )
@@ -194,8 +194,8 @@ def test_before_init_while_the_others_wait_in_it(mpi, failure, code):
 
 
 @pytest.mark.parametrize("mpi", MPIS)
-@pytest.mark.parametrize("failure", ["raise", "sys.exit"])
-@pytest.mark.parametrize("before", ["", WITHOUT_EXTENSION], ids=["plain", "no extension"])
+@pytest.mark.parametrize("failure", ["raise", pytest.param("sys.exit", marks=full)])
+@pytest.mark.parametrize("before", ["", pytest.param(WITHOUT_EXTENSION, marks=full)], ids=["plain", "no extension"])
 def test_a_rank_whose_threads_go_on_is_ended_too_even_if_the_users_excepthook_is_silent(mpi, failure, before):
     threads = f"{before}\nimport threading; threading.Thread(target=threading.Event().wait).start()"
     silent = "\nsys.excepthook = lambda *_: None"
@@ -213,7 +213,8 @@ slow = Slow()
 
 
 @pytest.mark.parametrize(("mpi", "failure", "slow"), [
-    ("mpich", "raise", SLOW_DELETION), ("openmpi", "sys.exit", SLOW_DELETION), ("mpich", "sys.exit", SLOW_ATEXIT),
+    ("mpich", "raise", SLOW_DELETION), ("mpich", "sys.exit", SLOW_ATEXIT),
+    pytest.param("openmpi", "sys.exit", SLOW_DELETION, marks=full),
 ])  # fmt: skip
 def test_a_failed_rank_whose_interpreter_ends_slowly_is_ended_with_its_code(mpi, failure, slow):
     """These run after the function that init() registers with atexit."""
@@ -223,7 +224,7 @@ def test_a_failed_rank_whose_interpreter_ends_slowly_is_ended_with_its_code(mpi,
     assert "but has not left after" in result.err, result.text
 
 
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("mpi", MPICH_BY_DEFAULT)
 @pytest.mark.parametrize(
     ("hook", "place", "before"),
     [
@@ -268,10 +269,11 @@ WAYS = {  # arguments of Python; before init(); after it; the end; the exception
     ),
     "coverage": ([], "", "", RUNNER, []),
 }  # fmt: skip
+RARE_WAYS = ("mpi4py, hook before init", "hook that calls the one before")
 
 
-@pytest.mark.parametrize("mpi", MPIS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mpi", MPICH_BY_DEFAULT)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=full) if way in RARE_WAYS else way for way in WAYS])
 def test_every_way_to_run_a_program_shows_the_traceback_rank_and_exit_code(mpi, way):
     """Each hook of the program is called once. The error of the others names the exception."""
     arguments, before, after, end, seen = WAYS[way]
@@ -323,6 +325,7 @@ def test_an_exit_in_an_atexit_function_is_shown_as_in_python():
     assert "_Exit:" not in result.err, result.text
 
 
+@full
 def test_python_m_mpi4py_leaves_an_explicit_exit_status_to_the_exit_of_the_rank():
     code = "import allred\nallred.init(banner=False)\nif allred.rank() == 1: raise SystemExit(3)\nallred.barrier()"
     result = mpirun(2, "-m", "mpi4py", "-c", code, timeout_s=40)

@@ -1,10 +1,10 @@
-"""allred.testing as a user's tests use it: the example of docs/testing.md, and every fault under both MPIs."""
+"""allred.testing as a user's tests use it: the example of docs/testing.md, and faults; --full: under both MPIs."""
 
 import re
 import sys
 
 import pytest
-from harness import BIN, MPIS, OPENMPI, mpirun, run
+from harness import BIN, MPICH_BY_DEFAULT, MPIS, OPENMPI, mpirun, run
 from page_blocks import programs
 
 from allred import testing
@@ -31,7 +31,7 @@ def train(fault, place):
     return TRAIN.format(**words)
 
 
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("mpi", MPICH_BY_DEFAULT)
 def test_the_example_of_the_page(mpi, tmp_path):
     train, test, threads = programs("testing.md")
     (tmp_path / "test_threads.py").write_text(threads)
@@ -44,7 +44,7 @@ def test_the_example_of_the_page(mpi, tmp_path):
     assert "exit code 0 after" in result.out, result.text
 
 
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("mpi", MPICH_BY_DEFAULT)
 @pytest.mark.parametrize("place", ["inside", "outside"])
 @pytest.mark.parametrize(
     ("fault", "code", "words"),
@@ -68,7 +68,7 @@ def test_a_fault_ends_the_job(mpi, place, fault, code, words):
     assert result.left == [], result.text
 
 
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("mpi", MPICH_BY_DEFAULT)
 def test_a_stopped_rank_is_a_timeout_of_the_others(mpi):
     result = mpirun(
         2, "-c", train("testing.stop_at(1, 3)", "outside"), mpi=mpi, timeout_s=30, env={"ALLRED_TIMEOUT_S": "2"}

@@ -106,7 +106,8 @@ for step in range(10**9):
 """
 
 
-@pytest.mark.parametrize("mpi", ["mpich", pytest.param("openmpi", marks=full)])
+@full  # test_tcp.py has a shorter cut by default
+@pytest.mark.parametrize("mpi", MPIS)
 # @pytest.mark.skipif(not sends_again_every_second(), reason="this kernel has no TCP_RTO_MAX_MS")
 def test_the_job_continues_after_a_cut_of_three_quarters_of_the_time_limit(mpi, tmp_path):
     def cut_and_repair():
@@ -133,7 +134,8 @@ def test_a_link_that_is_cut_in_one_direction_ends_the_job_too(mpi, tmp_path):
     assert set(raised) == {0, 1}
 
 
-@pytest.mark.parametrize("mpi", ["mpich", pytest.param("openmpi", marks=full)])
+@full  # by default with two hosts, above
+@pytest.mark.parametrize("mpi", MPIS)
 def test_three_hosts_end_if_one_is_cut_off(mpi, tmp_path):
     with hosts(3, tmp_path) as here:
         result, raised = run_until(here, mpi, [1, 1, 1], tmp_path, cut(here, 2), program())
@@ -161,7 +163,9 @@ except Exception as error:
 """
 
 
-@pytest.mark.parametrize(("mpi", "operation"), [("mpich", "reducescatter"), ("openmpi", "allgather")])
+@pytest.mark.parametrize(
+    ("mpi", "operation"), [("mpich", "reducescatter"), pytest.param("openmpi", "allgather", marks=full)]
+)
 def test_the_job_ends_if_all_processes_of_a_host_are_killed_at_once(mpi, operation, tmp_path):
     """In the middle of an operation: each takes longer than all that is between two of them."""
 
@@ -201,7 +205,8 @@ def test_a_host_that_cannot_be_reached_ends_the_job_before_a_rank_runs(mpi, tmp_
 # The data passes eth1, and everything else eth0. Packets that a port of the listener should send are dropped: as a
 # firewall that drops; `prohibit` answers as one that rejects.
 @pytest.mark.parametrize(
-    ("host", "route", "words"), [(0, "blackhole", "timed out"), (1, "prohibit", "Permission denied")]
+    ("host", "route", "words"),
+    [pytest.param(0, "blackhole", "timed out", marks=full), (1, "prohibit", "Permission denied")],
 )
 def test_a_firewall_between_hosts_is_one_clear_error(host, route, words, tmp_path):
     with hosts(2, tmp_path, networks=2) as here:

@@ -5,7 +5,7 @@ import os
 import re
 
 import pytest
-from harness import BIN, MPIS, mpirun, python, run
+from harness import BIN, MPICH_BY_DEFAULT, MPIS, mpirun, python, run
 
 INIT = "import allred; allred.init(); print(allred.rank(), 'of', allred.size(), flush=True)"
 
@@ -194,7 +194,9 @@ print(json.dumps(found) + "\\n", end="", flush=True)
 """
 
 
-@pytest.mark.parametrize(("mpi", "options"), [("mpich", []), ("openmpi", ["--bind-to", "none"]), ("openmpi", [])])
+@pytest.mark.parametrize(("mpi", "options"), [
+    ("mpich", []), ("openmpi", []), pytest.param("openmpi", ["--bind-to", "none"], marks=pytest.mark.full),
+])  # fmt: skip
 def test_init_limits_the_threads_to_the_cores_of_a_rank_and_shutdown_restores_them(mpi, options):
     """3 s. numpy's OpenBLAS starts a thread for each core that it may use."""
     if (cores := len(os.sched_getaffinity(0))) < 2:
@@ -268,7 +270,7 @@ def test_worlds_can_be_made_and_left_any_number_of_times():
     assert two.out.count("left") == 2, two.text
 
 
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("mpi", MPICH_BY_DEFAULT)
 def test_a_rank_that_waits_in_init_for_others_prints_it(mpi, tmp_path):
     """Rank 1 calls init() after the first line of rank 0."""
     code = (

@@ -27,7 +27,7 @@ for directory in sys.argv[1:]:
     [
         # 001: the chief must not write what it had before; 010: the chief fails after all have joined
         ("sync", 3, ["100", "000", "001", "010"], 7),
-        ("ps", 3, ["000"], 8),  # updates of both workers
+        pytest.param("ps", 3, ["000"], 8, marks=pytest.mark.full),  # updates of both workers
     ],
 )
 def test_the_rank_that_joins_last_writes_a_checkpoint(mode, ranks, trainings, step, tmp_path):

@@ -44,7 +44,7 @@ def ledger(directory, generation, ranks, done):
         ("mpich", "arrays", ("ledger", "saving"), 8),
         ("mpich", "processes", ("begin",), 4),
         ("mpich", "stream", ("step",), 4),
-        ("openmpi", "thread", ("saved",), 4),
+        pytest.param("openmpi", "thread", ("saved",), 4, marks=pytest.mark.full),
     ],
 )
 def test_killed_and_resized_every_epoch_has_every_sample_exactly_once(mpi, source, places, full, tmp_path, request):

@@ -66,7 +66,7 @@ FROM_MPI4PY = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("mpi", ["mpich", pytest.param("openmpi", marks=pytest.mark.full)])
 def test_from_mpi4py(ranks, mpi, tmp_path):
     """All programs of the page in one job. Three of them are examples."""

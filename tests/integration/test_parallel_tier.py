@@ -4,7 +4,7 @@ import re
 import shutil
 
 import pytest
-from harness import MPIS, ROOT, mpirun
+from harness import MPICH_BY_DEFAULT, MPIS, ROOT, mpirun
 
 
 def pytest_under_mpirun(mpi, tmp_path, test, limit_s, ranks=2):
@@ -56,7 +56,7 @@ def test_a_rank_that_fails_while_the_others_wait_for_it(mpi, tmp_path):
     assert "odd one" in result.err, result.text
 
 
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("mpi", MPICH_BY_DEFAULT)
 def test_a_rank_that_hangs(mpi, tmp_path):
     hangs = "@pytest.mark.limit(2)\ndef test_x(rank):\n    while rank == 1: time.sleep(0.1)\n    allred.barrier()\n"
     test = f"def test_w(): pass  # starts MPI, within another limit\n{hangs}"

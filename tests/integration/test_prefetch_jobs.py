@@ -1,7 +1,7 @@
 """Ranks that fail while batches are fetched ahead: the job ends as any other, and leaves no process."""
 
 import pytest
-from harness import MPIS, mpirun, remove_mapped
+from harness import MPICH_BY_DEFAULT, mpirun, remove_mapped
 
 PROGRAM = """
 import pathlib, re
@@ -33,7 +33,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("mpi", MPICH_BY_DEFAULT)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(("fail", "words"), [("loop", "OSError: step five"), ("dataset", "OSError: sample forty")])
 def test_a_rank_that_fails_ends_the_job(mpi, workers, fail, words, tmp_path):

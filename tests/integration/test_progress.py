@@ -10,7 +10,7 @@ import subprocess
 import termios
 
 import pytest
-from harness import BIN, MPIS, OPENMPI, mpirun
+from harness import BIN, MPICH_BY_DEFAULT, MPIS, OPENMPI, mpirun
 
 PROGRAM = r"""
 import sys, time
@@ -67,7 +67,7 @@ def test_a_line_on_mpiruns_terminal_and_no_word_of_others_lost(mpi):
         assert list(map(int, whole)) == list(range(10, 401, 10))
 
 
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("mpi", MPICH_BY_DEFAULT)
 def test_plain_lines_where_mpiruns_stderr_is_a_file(mpi, tmp_path):
     with open(tmp_path / "log", "w") as log:
         assert "step" not in run(mpi, log)

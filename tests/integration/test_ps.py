@@ -5,7 +5,7 @@ import json
 import pathlib
 
 import pytest
-from harness import MPIS, full, mpirun
+from harness import MPICH_BY_DEFAULT, MPIS, full, mpirun
 
 PROGRAM = pathlib.Path(__file__).with_name("ps_program.py")
 POLICIES = {
@@ -69,10 +69,10 @@ def check_sums(results, workers, servers):
 # ---- one worker: the same as without servers
 
 
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("mpi", MPICH_BY_DEFAULT)
 @pytest.mark.parametrize(
     ("apart", "servers"),
-    [(False, 1), (True, 3), pytest.param(True, 1, marks=full), pytest.param(False, 3, marks=full)],
+    [(False, 1), *(pytest.param(*each, marks=full) for each in [(True, 3), (True, 1), (False, 3)])],
 )
 def test_one_worker_gives_what_the_optimizer_alone_gives(apart, servers, mpi, tmp_path):
     """Own: an optimizer of the user, whose state only one server can give. 3 servers: more than tensors in `spare`."""

@@ -59,7 +59,7 @@ def run(tmp_path, workers, consistency="async", servers=1, mpi="mpich", **settin
     ("workers", "consistency", "servers", "mpi"),
     [
         (1, "async", 1, "mpich"),
-        (2, "sync", 1, "openmpi"),
+        pytest.param(2, "sync", 1, "openmpi", marks=pytest.mark.full),
         pytest.param(2, "async", 2, "mpich", marks=pytest.mark.full),
         pytest.param(3, "bounded", 1, "mpich", marks=pytest.mark.full),
         pytest.param(2, "sync", 2, "mpich", marks=pytest.mark.full),
@@ -70,7 +70,7 @@ def test_servers_read_gradients_from_arenas(tmp_path, workers, consistency, serv
     assert run(tmp_path, workers, consistency, servers, mpi) == ["read from arenas"] * workers
 
 
-@pytest.mark.parametrize("setting", ["ALLRED_ARENA", "ALLRED_PRETEND_NODES"])
+@pytest.mark.parametrize("setting", ["ALLRED_ARENA", pytest.param("ALLRED_PRETEND_NODES", marks=pytest.mark.full)])
 def test_otherwise_gradients_are_copied(tmp_path, setting):
     """Without arenas, and between nodes. Costs 0.8 s per case."""
     value = "0" if setting == "ALLRED_ARENA" else "1,1,1"

@@ -4,7 +4,7 @@ import pathlib
 import re
 
 import pytest
-from harness import MPIS
+from harness import MPICH_BY_DEFAULT, MPIS
 from ps_jobs import POLICIES, Case, check_end, job, run_cases
 
 from allred import checkpoint
@@ -58,7 +58,7 @@ def check_drained(said, directory, same):
     assert not same or len(set(found.params["w"])) == 1, found.params["w"]
 
 
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("mpi", MPICH_BY_DEFAULT)
 def test_when_any_rank_is_asked_to_end_one_complete_checkpoint_is_written_and_all_workers_end(mpi, tmp_path):
     """With each policy, a server or a worker that is asked, and all ranks at once. With policy sync a step is in the
     checkpoint completely or not at all, and nobody waits for a worker that computes. An error of the checkpoint is

@@ -5,7 +5,7 @@ import re
 
 import pytest
 from failures import FAILURES
-from harness import MPIS, ULFM, full
+from harness import MPICH_BY_DEFAULT, MPIS, ULFM, full
 from ps_jobs import CUT_SHORT, MAKE, POLICIES, check_end, check_failure, done, job
 
 
@@ -18,7 +18,9 @@ def shared_memory():
 
 
 @pytest.mark.parametrize("mpi", MPIS)
-@pytest.mark.parametrize("fails", ["raise", pytest.param("sys.exit", marks=full), "interrupt"])
+@pytest.mark.parametrize(
+    "fails", ["raise", *(pytest.param(failure, marks=full) for failure in ("sys.exit", "interrupt"))]
+)
 def test_it_ends_the_job_and_leaves_nothing_in_shared_memory(fails, mpi, tmp_path):
     action, code, _ = FAILURES[fails]
     before = shared_memory()
@@ -28,12 +30,12 @@ def test_it_ends_the_job_and_leaves_nothing_in_shared_memory(fails, mpi, tmp_pat
     assert not shared_memory() - before
 
 
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("mpi", MPICH_BY_DEFAULT)
 @pytest.mark.parametrize(
     ("policy", "who", "apart"),
     [
         ("sync", 0, True),
-        ("backup", 1, False),
+        pytest.param("backup", 1, False, marks=full),
         pytest.param("async", 0, False, marks=full),
         pytest.param("async", 1, True, marks=full),
         pytest.param("bounded", 0, False, marks=full),
@@ -49,7 +51,7 @@ def test_the_others_go_on(policy, who, apart, mpi, tmp_path):
     assert "ValueError: boom; the other ranks continue" in result.err, result.text
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["shared", "messages"])
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=full)], ids=["shared", "messages"])
 @pytest.mark.parametrize("policy", ["sync", *(pytest.param(name, marks=full) for name in ("async", "bounded"))])
 def test_the_others_go_on_when_it_is_interrupted_while_it_waits_in_a_step(policy, apart, tmp_path):
     """Worker 2 is late, the others wait for it."""
@@ -66,7 +68,7 @@ done()
 
 
 @pytest.mark.parametrize("locking", [pytest.param(0, marks=full), 1])
-@pytest.mark.parametrize("apart", [False, True], ids=["shared", "messages"])
+@pytest.mark.parametrize("apart", [pytest.param(False, marks=full), True], ids=["shared", "messages"])
 def test_the_others_go_on_when_it_is_interrupted_in_the_middle_of_its_gradient(apart, locking, tmp_path):
     body = "if me == 1: cut_short(signal.SIGINT)\nothers()\ntrain(4)\ndone()"
     make = "STOPS = False" + CUT_SHORT
@@ -83,7 +85,7 @@ def test_all_workers_raise(policy, setting, tmp_path):
     assert "ValueError: boom" in result.err, result.text
 
 
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("mpi", MPICH_BY_DEFAULT)
 def test_a_worker_is_killed(mpi, tmp_path):
     body = "train(3)\nif me == 1: os.kill(os.getpid(), signal.SIGKILL)\ntrain(100_000)"
     result = job(tmp_path, body, 2, 1, mpi=mpi, consistency="sync")
@@ -140,7 +142,8 @@ class Own:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "mpi"), [("mpirun", "mpich"), ("ulfm", "openmpi"), pytest.param("mpirun", "openmpi", marks=full)]
+    ("launcher", "mpi"),
+    [("mpirun", "mpich"), *(pytest.param(launcher, "openmpi", marks=full) for launcher in ("ulfm", "mpirun"))],
 )
 def test_a_server_is_killed(launcher, mpi, tmp_path):
     """The message names it and the last checkpoint, and nothing is left in shared memory."""
@@ -162,7 +165,7 @@ train(100_000)
 
 
 @pytest.mark.parametrize("mpi", MPIS)
-@pytest.mark.parametrize("setting", ["end", "go_on"])
+@pytest.mark.parametrize("setting", [pytest.param("end", marks=full), "go_on"])
 def test_a_worker_fails_when_the_chief_is_done(setting, mpi, tmp_path):
     body = (
         "train(2)\nif me == 0: sys.exit()\ntime.sleep(1)\nif me == 1: raise ValueError('boom')\ntrain(30, 0.03)\ndone()"
@@ -198,8 +201,8 @@ def test_control_c(mpi, tmp_path):
 STALLS = {"stall_warning_s": 1, "consistency": "sync"}
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["shared", "messages"])
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=full)], ids=["shared", "messages"])
+@pytest.mark.parametrize("servers", [1, pytest.param(2, marks=full)])
 def test_a_warning_says_who_waits_for_a_worker_that_is_stopped_or_computes_and_for_a_stopped_server(
     servers, apart, tmp_path
 ):
@@ -258,8 +261,8 @@ done()
     assert re.search(r"rank 2 \(worker 1\) +\S+ +stopped", result.err), result.text
 
 
-@pytest.mark.parametrize("mpi", MPIS)
-@pytest.mark.parametrize("who", ["worker", "server"])
+@pytest.mark.parametrize("mpi", MPICH_BY_DEFAULT)
+@pytest.mark.parametrize("who", [pytest.param("worker", marks=full), "server"])
 def test_the_time_limit(who, mpi, tmp_path):
     number = 2 if who == "worker" else 0
     # A worker stops itself, between two steps: within a request, the wait of the server would end first.

@@ -4,18 +4,18 @@ import os
 import re
 
 import pytest
-from harness import MPIS, full, mpirun
+from harness import MPICH_BY_DEFAULT, MPIS, full, mpirun
 from ps_jobs import MAKE, POLICIES, Case, check_end, check_failure, done, job, run_cases
 
 # ---- a good end
 
 
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("mpi", MPICH_BY_DEFAULT)
 @pytest.mark.parametrize(
     ("policy", "apart", "servers"),
     [
         ("async", False, 1),
-        ("sync", True, 2),
+        pytest.param("sync", True, 2, marks=full),
         pytest.param("bounded", False, 2, marks=full),
         pytest.param("async", True, 2, marks=full),
         pytest.param("sync", False, 1, marks=full),
@@ -74,7 +74,7 @@ def test_shutdown_ends_it_too(tmp_path):
 # ---- scripts that are not meant for mode ps
 
 
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("mpi", MPICH_BY_DEFAULT)
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_worker_that_never_makes_an_optimizer(who, mpi, tmp_path):
     """Without the chief's parameters nobody can start; without another's everybody can."""
@@ -101,7 +101,7 @@ def test_collectives_are_not_for_servers(tmp_path):
     check_failure(result, 1, "barrier was called by a parameter server")
 
 
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("mpi", MPICH_BY_DEFAULT)
 def test_too_few_ranks(mpi, tmp_path):
     result = job(tmp_path, "", 1, 1, num_ps=2, make="", mpi=mpi)
     assert result.code == 1, result.text
@@ -145,6 +145,7 @@ done(params["w"][0])
 # ---- surroundings
 
 
+@full  # by default in the next test
 def test_without_the_extension(tmp_path):
     hide = "sys.modules['allred.native._kernels'] = None"
     result = job(tmp_path, "train(5)\nopt.pull(params)\ndone(params['w'][0])", 2, before=hide, consistency="sync")
@@ -169,7 +170,7 @@ def test_more_ranks_than_cores(policy, tmp_path):
     assert done(result) == set(range(6)), result.text
 
 
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("mpi", MPICH_BY_DEFAULT)
 def test_a_worker_that_fails_ends_the_job_without_a_watcher(mpi, tmp_path):
     """The jobs of test_ps.py end well without watchers."""
     body = "train(5)\nif me == 1: raise ValueError('boom')\ntrain(10_000)"

@@ -31,7 +31,7 @@ def check_told(result, stall):
 
 @pytest.mark.parametrize(
     ("stall", "make", "policy", "mpi"),
-    [pytest.param(SLEEPS, "", "async", "mpich", marks=full), (STOPS, SESSION, "bounded", "openmpi")],
+    [pytest.param(SLEEPS, "", "async", "openmpi", marks=full), (STOPS, SESSION, "bounded", "mpich")],
     ids=["plain", "session"],
 )
 def test_the_others_are_at_the_end(stall, make, policy, mpi, tmp_path):

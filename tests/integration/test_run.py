@@ -1,21 +1,19 @@
-"""`allred run`: the start of a program, its output and exit code, signals, restarts, other numbers of ranks.
-
-In all about 100 s in one process.
-"""
+"""`allred run`: the start of a program, its output and exit code, signals, restarts, other numbers of ranks."""
 
 import pathlib
 import re
 
 import numpy as np
 import pytest
-from harness import BIN, run
+from harness import BIN, MPICH_BY_DEFAULT, MPIS, run
 from hosts import hosts
 from test_host_failures import when_ready
 from test_shm import full
 
 HERE = pathlib.Path(__file__).parent
 PROGRAM = HERE / "run_program.py"
-both = pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+both = pytest.mark.parametrize("mpi", MPIS)
+mpich = pytest.mark.parametrize("mpi", MPICH_BY_DEFAULT)
 
 
 def allred_run(mpi, directory, *words, env=None, prefix=(), **more):
@@ -48,10 +46,10 @@ def test_lines_are_marked_and_written_to_files(mpi, tmp_path):
     assert "allred run: tested: 3 ranks on localhost; ALLRED_MODE=sync MASTER_ADDR=" in result.err, result.text
 
 
-@both
+@mpich
 @pytest.mark.parametrize(("what", "code", "text"), [
     ("raise", 1, "rank 1 on .* failed with exit code 1: ValueError: wrong"),
-    ("exit", 5, r"rank 1 on .* failed with exit code 5: sys.exit\(5\)"),
+    pytest.param("exit", 5, r"rank 1 on .* failed with exit code 5: sys.exit\(5\)", marks=full),
     ("kill", 137, "rank 1 on .* was killed by signal 9"),
     ("shutdown", 0, ""),
 ])  # fmt: skip
@@ -65,7 +63,7 @@ def test_the_exit_code_is_that_of_the_rank_that_failed(mpi, what, code, text, tm
     (["-np", 1, PROGRAM, "exit"], 5),
     (["-np", 2, PROGRAM, "early", 3], 3),
     (["-np", 2, PROGRAM, "early", 0], 0),
-    (["-np", 1, PROGRAM, "early", 0], 0),
+    pytest.param(["-np", 1, PROGRAM, "early", 0], 0, marks=full),
     (["-np", 2, "no-such-program"], 127),
 ])  # fmt: skip
 def test_exit_codes_of_one_rank_and_of_programs_that_do_not_call_init(words, code, tmp_path):
@@ -135,7 +133,7 @@ def test_a_second_ctrl_c_leaves_no_process(mpi, tmp_path):
     assert "a second signal, SIGINT: ending all processes" in result.err, result.text
 
 
-@both
+@mpich
 def test_resized_jobs_lose_and_repeat_no_step(mpi, tmp_path):
     result = allred_run(mpi, tmp_path, "-np", 2, "--max-np", 4, PROGRAM, "resize", "4,1")
     ended(result, 0)
@@ -166,7 +164,7 @@ def test_a_job_without_a_session_is_not_resized(tmp_path):
     assert "tested has no open allred.Session" in result.err, result.text
 
 
-@both
+@mpich
 def test_the_same_exception_at_the_same_step_ends_the_job(mpi, tmp_path):
     result = allred_run(mpi, tmp_path, "-np", 2, "--restarts", 9, PROGRAM, "same")
     ended(result, 1)
@@ -177,7 +175,7 @@ def test_the_same_exception_at_the_same_step_ends_the_job(mpi, tmp_path):
 @pytest.mark.limit(300)
 @pytest.mark.parametrize(
     ("mpi", "kills"),
-    [("mpich", 3), ("openmpi", 2), pytest.param("mpich", 20, marks=full), pytest.param("openmpi", 20, marks=full)],
+    [("mpich", 3), *(pytest.param(*each, marks=full) for each in [("openmpi", 2), ("mpich", 20), ("openmpi", 20)])],
 )
 def test_every_sample_counts_once_in_a_job_that_is_killed_and_resized(mpi, kills, tmp_path):
     file = tmp_path / "hosts"

@@ -1,10 +1,10 @@
-"""The commands of docs/running.md, with a program of a page. About 12 s."""
+"""The commands of docs/running.md, with a program of a page."""
 
 import os
 import re
 
 import pytest
-from harness import BIN, MPIS, ROOT, run
+from harness import BIN, MPICH_BY_DEFAULT, ROOT, run
 from hosts import hosts
 from page_blocks import programs
 
@@ -26,14 +26,14 @@ def write_program(directory):
     (directory / "train.py").write_text(programs("sessions.md")[0])
 
 
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("mpi", MPICH_BY_DEFAULT)
 def test_on_one_machine(mpi, tmp_path):
     write_program(tmp_path)
     result = run(["sh", "-ec", f"{command('run -np 4 train.py')} ckpt"], env=environment(mpi, tmp_path), cwd=tmp_path)
     assert (result.code, result.out) == (0, "step 150 [1. 2. 3. 4.]\n"), result.text
 
 
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("mpi", MPICH_BY_DEFAULT)
 def test_with_restarts_on_two_hosts(mpi, tmp_path):
     with hosts(2, tmp_path) as here:
         write_program(tmp_path)

@@ -1,7 +1,7 @@
 """allred.Server in the world that mpirun has made, and alone. Without a launcher: test_rendezvous.py."""
 
 import pytest
-from harness import MPIS, mpirun, python
+from harness import MPICH_BY_DEFAULT, mpirun, python
 
 from allred import checkpoint
 
@@ -40,7 +40,7 @@ for part in range(3):
 """
 
 
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("mpi", MPICH_BY_DEFAULT)
 def test_join_serves_with_worker_0_s_optimizer_and_policy_and_returns_also_where_nobody_trains(mpi):
     """Three times in the same processes: init() works after shutdown(), because the server returns from join()."""
     result = mpirun(3, "-c", TRAIN.replace("WORKERS", "2").replace("SERVES", "server.join()"), mpi=mpi)

@@ -4,7 +4,7 @@ import os
 import re
 
 import pytest
-from harness import BIN, MPIS, ROOT, full, gone, mpirun, run
+from harness import BIN, MPICH_BY_DEFAULT, MPIS, ROOT, full, gone, mpirun, run
 
 DIGITS = ROOT / "examples/digits_sync.py"
 BY_MPI = {"ALLRED_TRANSPORT": "mpi"}  # between nodes; test_tcp.py has the other transport
@@ -67,7 +67,7 @@ while True:
 
 
 @pytest.mark.parametrize("whom", [(1,), pytest.param((0, 1), marks=full)], ids=["one", "all"])
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("mpi", MPICH_BY_DEFAULT)
 def test_nothing_is_left_of_killed_ranks(mpi, whom, mark):
     before = set(os.listdir("/dev/shm"))
     result = mpirun(2, "-c", program(KILLED.format(whom=whom)), mpi=mpi, timeout_s=40, env=mark)
@@ -102,7 +102,7 @@ if rank == 0:
 """
 
 
-@pytest.mark.parametrize(("mpi", "count"), [("mpich", 10**6), ("openmpi", 3)])
+@pytest.mark.parametrize(("mpi", "count"), [("mpich", 10**6), pytest.param("openmpi", 3, marks=full)])
 def test_a_stopped_rank_is_waited_for_without_burning_a_core(mpi, count, mark):
     result = mpirun(2, "-c", program(STOPPED.format(after=3, count=count) + CHECK), mpi=mpi, timeout_s=40, env=mark)
     assert (result.code, result.out.count("right by shm")) == (0, 2), result.text
@@ -123,7 +123,7 @@ finally:
 """
 
 
-@pytest.mark.parametrize(("mpi", "count"), [("mpich", 3), ("openmpi", 10**6)])
+@pytest.mark.parametrize(("mpi", "count"), [("mpich", 3), pytest.param("openmpi", 10**6, marks=full)])
 def test_an_interrupt_ends_a_wait(mpi, count, mark):
     before = set(os.listdir("/dev/shm"))
     result = mpirun(2, "-c", program(INTERRUPTED.format(count=count)), mpi=mpi, timeout_s=40, env=mark)
@@ -132,8 +132,9 @@ def test_an_interrupt_ends_a_wait(mpi, count, mark):
     assert_nothing_left(mark, before, result)
 
 
+@full
 def test_more_ranks_than_cores():
-    """Under MPICH test_examples.py has it, with the training of the next test."""
+    """Under MPICH test_examples.py has it, with the training of the next test; by default test_bench.py."""
     few = "for count in (1, 300_000): assert (allred.allreduce(np.full(count, rank), allred.Sum) == 10).all()\n"
     result = mpirun(5, "-c", program(few + "print('right\\n', end='')"), mpi="openmpi")
     assert (result.code, result.out.count("right")) == (0, 5), result.text
@@ -328,6 +329,7 @@ def on_hosts(hosts, *arguments):
     return run([*launcher, *arguments], timeout_s=40, env=BY_MPI)
 
 
+@full  # by default on pretended nodes, above
 def test_ranks_on_two_hosts():
     result = on_hosts("nodea:2,nodeb:1", "-c", program(CHECK + f"time.sleep(0.1 * rank)\n{NUMBERS}"))
     assert (result.code, result.out.count("right by shm_mpi")) == (0, 3), result.text

@@ -51,7 +51,10 @@ def alone():
     return words
 
 
-@pytest.mark.parametrize("case", ["all are killed", "one rank is killed", "a rank raises", "init raises"])
+@pytest.mark.parametrize(
+    "case",
+    ["all are killed", "one rank is killed", pytest.param("a rank raises", marks=pytest.mark.full), "init raises"],
+)
 def test_mpichs_file_of_a_dead_job_is_deleted_and_no_other(alone, tmp_path, case):
     (tmp_path / "program.py").write_text(PROGRAM)
     mpirun = [BIN["mpich"] / "mpirun", "-np", 2, BIN["mpich"] / "python", tmp_path / "program.py"]
@@ -96,7 +99,7 @@ if sys.argv[1] == "killed":
 """
 
 
-@pytest.mark.parametrize(("end", "code"), [("killed", -9), ("normal", 0)])
+@pytest.mark.parametrize(("end", "code"), [("killed", -9), pytest.param("normal", 0, marks=pytest.mark.full)])
 def test_one_rank_leaves_no_file(alone, tmp_path, end, code):
     """Without a watcher."""
     result = run([*alone, BIN["mpich"] / "python", "-c", ONE_RANK, end], env={"ALLRED_TIMEOUT_S": "60"})

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from harness import MPIS, mpirun
+from harness import MPICH_BY_DEFAULT, mpirun
 
 PROGRAM = """
 import ctypes, os, signal, sys, threading, time
@@ -69,7 +69,7 @@ def table(text):
     return found
 
 
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("mpi", MPICH_BY_DEFAULT)
 def test_the_table_shows_the_stacks_of_running_and_blocked_ranks(mpi):
     """Two nodes. Rank 0 waits, and has a second thread; rank 1 has a forked child and a signal handler; rank 2 holds
     the GIL in C; rank 3 is stopped."""

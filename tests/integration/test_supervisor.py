@@ -18,9 +18,9 @@ PROGRAM = pathlib.Path(__file__).with_name("supervisor_program.py")
         pytest.param("exit 3", "sync", "mpich", 3, {3}, marks=pytest.mark.full),
         ("SIGTERM", "sync", "mpich", 0, {4}),
         ("raise, then stop", "sync", "mpich", 1, {3}),
-        ("raise", "sync", "openmpi", 1, {3}),
+        pytest.param("raise", "sync", "openmpi", 1, {3}, marks=pytest.mark.full),
         ("end", "ps", "mpich", 0, {12}),  # six of each worker
-        ("exit 3", "ps", "mpich", 3, {3}),  # one worker
+        pytest.param("exit 3", "ps", "mpich", 3, {3}, marks=pytest.mark.full),  # one worker
     ],
 )
 def test_the_last_checkpoint_is_written(way, mode, mpi, code, steps, tmp_path):
@@ -64,7 +64,8 @@ def test_the_last_checkpoint_has_updates_that_follow_a_stop_request(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("way", "code", "step"), [("raise", 1, 3), pytest.param("exit 3", 3, 3, marks=pytest.mark.full), ("end", 0, 6)]
+    ("way", "code", "step"),
+    [("raise", 1, 3), *(pytest.param(*each, marks=pytest.mark.full) for each in [("exit 3", 3, 3), ("end", 0, 6)])],
 )
 def test_of_one_process(way, code, step, tmp_path):
     result = python(PROGRAM, tmp_path, way)

@@ -172,7 +172,7 @@ for batch in range(3 + allred.rank()):
     ("name", "program"),
     [
         ("a rank sleeps", HANG),
-        ("a rank raises", RAISES),
+        pytest.param("a rank raises", RAISES, marks=full),
         ("a rank is killed", KILLED),
         pytest.param("a rank has one batch more", UNEVEN, marks=full),
     ],

@@ -10,7 +10,7 @@ import time
 
 import pytest
 from failures import FAILURES, STALLS, count_tracebacks
-from harness import BIN, LATE_S, MPIS, ULFM, full, gone, mpirun, processes, run
+from harness import BIN, LATE_S, MPICH_BY_DEFAULT, MPIS, ULFM, full, gone, mpirun, processes, run
 from hosts import hosts
 
 PROGRAM = """
@@ -122,7 +122,7 @@ def test_other_ranks_raise_the_failure_and_unwind(mpi, failure, ranks, culprit):
     check_failure(result, failure, ranks, culprit)
 
 
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("mpi", MPICH_BY_DEFAULT)
 @pytest.mark.parametrize(
     "busy",
     ["one loops, one waits for a lock", *(pytest.param(busy, marks=full) for busy in ("waits", "sleeps"))],
@@ -199,7 +199,7 @@ KILLS = {9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
 
 
 @pytest.mark.parametrize("mpi", MPIS)
-@pytest.mark.parametrize("number", [9, 11, pytest.param(15, marks=full)])
+@pytest.mark.parametrize("number", [9, *(pytest.param(number, marks=full) for number in (11, 15))])
 def test_one_line_says_which_rank_died_by_which_signal(mpi, number, mark):
     code = program(f"os.kill(os.getpid(), {number})")
     result = mpirun(2, "-c", code, mpi=mpi, timeout_s=40, env=mark)
@@ -262,9 +262,9 @@ except allred.RemoteRankError as error:
 """
 
 
-@pytest.mark.parametrize("answering", [0, 2])
+@pytest.mark.parametrize("answering", [1, pytest.param(0, marks=full), pytest.param(2, marks=full)])
 def test_no_rank_outlives_a_killed_mpirun(mark, tmp_path, answering):
-    """Open MPI; the daemons of MPICH kill the ranks. Two ranks or none can be interrupted."""
+    """Open MPI; the daemons of MPICH kill the ranks. One rank, two or none can be interrupted."""
     result = mpirun(3, "-c", ORPHANS, tmp_path, answering, mpi="openmpi", env=mark)
     assert result.code == -signal.SIGKILL
     assert gone(mark, LATE_S)
@@ -375,9 +375,14 @@ def check_stall(result, collective, words, size=3):
     assert re.search(words, result.err[result.err.index("CollectiveTimeout: ") :]), result.text
 
 
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("mpi", MPICH_BY_DEFAULT)
 @pytest.mark.parametrize(
-    ("stall", "ranks"), [("sleeps", 2), pytest.param("loops", 3, marks=full), ("holds the GIL", 2), ("is stopped", 3)]
+    ("stall", "ranks"),
+    [
+        *(pytest.param(*each, marks=full) for each in [("sleeps", 2), ("loops", 3)]),
+        ("holds the GIL", 2),
+        ("is stopped", 3),
+    ],
 )
 def test_a_stalled_rank_is_reported_once_and_ends_the_job(mpi, stall, ranks, mark):
     does, words = STALLS[stall]
@@ -428,6 +433,7 @@ def test_in_every_collective(backend, collective):
     check_stall(result, collective, words)
 
 
+@full  # by default in test_stacks.py
 @pytest.mark.parametrize("mpi", MPIS)
 def test_a_stopped_rank_on_another_node(mpi):
     environment = LIMITS | {"ALLRED_PRETEND_NODES": "1,1"}
@@ -520,8 +526,8 @@ def test_a_watcher_that_is_killed_is_reported_once_and_a_rank_that_fails_later_s
     assert err.count("ValueError: boom") == 1, err
 
 
-@pytest.mark.parametrize("which", [0, 1])
-@pytest.mark.parametrize("end", ["", FAILS], ids=["", "a rank fails"])
+@pytest.mark.parametrize("which", [0, pytest.param(1, marks=full)])
+@pytest.mark.parametrize("end", ["", pytest.param(FAILS, marks=full)], ids=["", "a rank fails"])
 def test_the_watcher_of_another_node_goes_on_without_it(mark, which, end):
     """Whichever of the two is killed, each that notices tells of it once."""
     code, out, err = with_watcher(signal.SIGKILL, mark, end, nodes="1,1", which=which)
@@ -570,6 +576,7 @@ def test_without_watchers_a_time_limit_ends_the_job(mpi):
     assert result.err.count("CollectiveTimeout: ") == 1, result.text
 
 
+@full  # by default in test_watchers_end_after_shutdown_and_with_their_ranks
 def test_init_in_another_thread_than_the_main_one():
     code = (
         "import threading, allred\nthread = threading.Thread(target=allred.init); thread.start(); thread.join()\n"
@@ -584,7 +591,7 @@ def test_init_in_another_thread_than_the_main_one():
 # ---- forks
 
 
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("mpi", MPICH_BY_DEFAULT)
 def test_a_pool_of_forked_workers(mpi):
     """As a DataLoader has them: they compute while the ranks train, and end as they like."""
     code = (
@@ -639,7 +646,7 @@ def failing_program_that_prints_addresses(busy, culprit):
     return before + LISTENS + definition + after
 
 
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("mpi", MPICH_BY_DEFAULT)
 @pytest.mark.parametrize(("nodes", "busy"), [
     ("1,1,1", "waits"), pytest.param("2,2", "waits", marks=full), pytest.param("1,3", "sleeps", marks=full),
 ])  # fmt: skip

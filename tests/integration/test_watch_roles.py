@@ -8,7 +8,7 @@ import time
 
 import pytest
 from failures import FAILURES, MPI_FIRST, WITHOUT_EXTENSION, check_end, count_tracebacks
-from harness import BIN, MPIS, ULFM, full, gone, mpirun, processes, run
+from harness import BIN, MPICH_BY_DEFAULT, MPIS, ULFM, full, gone, mpirun, processes, run
 
 GO_ON = {"ALLRED_WORKER_FAILURE": "go_on"}
 
@@ -96,7 +96,7 @@ def sees(result, number, how):
 @pytest.mark.parametrize("mpi", MPIS)
 @pytest.mark.parametrize(
     "failure",
-    ["raise", *(pytest.param(failure, marks=full) for failure in ("sys.exit", "raise SystemExit")), "interrupt"],
+    ["raise", *(pytest.param(failure, marks=full) for failure in ("sys.exit", "raise SystemExit", "interrupt"))],
 )
 def test_the_others_go_on_and_its_exit_code_is_the_jobs(mpi, failure, mark):
     """tests/integration/test_watch.py has all failures, where they end the job."""
@@ -173,7 +173,7 @@ def test_a_collective_with_a_rank_that_is_gone(mpi):
     assert len(re.findall(rf"^rank \d heard: {words}$", result.out, re.M)) == 2, result.text
 
 
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("mpi", MPICH_BY_DEFAULT)
 @pytest.mark.parametrize("nodes", [pytest.param("2,2", marks=full), "1,1,2"])
 def test_on_several_nodes(mpi, nodes):
     environment = GO_ON | {"ALLRED_PRETEND_NODES": nodes}
@@ -212,7 +212,8 @@ def test_survivors_go_on_and_the_job_ends_with_the_code_of_the_death(mark):
     assert result.code == 137, result.text
 
 
-@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=full)])
+@full  # by default under a plain mpirun, above
+@pytest.mark.parametrize("ranks", [3, 4])
 def test_mpich_ends_the_survivors_and_the_line_is_about_the_first_death(ranks, mark):
     """Its launcher kills them within a second or two, also of programs without allred [ran]."""
     result = survive("mpich", program(KILL, more_s=2.0), mark, ranks)
@@ -234,6 +235,7 @@ def test_one_that_fails_while_the_others_are_in_mpi_finalize(mpi, mark):
     assert result.err.count("ValueError: boom") >= 1, result.text
 
 
+@full
 def test_one_that_dies_while_the_others_are_in_mpi_finalize(mark):
     """Which with ULFM returns all the same: the line is there, but mpirun's exit code is 0 [ran]."""
     result = survive("openmpi", program(f"time.sleep(3); {KILL}", more_s=0, enough=0), mark)
@@ -246,12 +248,12 @@ def test_one_that_dies_while_the_others_are_in_mpi_finalize(mark):
 SLEEPS = "\n    time.sleep(25)"
 
 
-@pytest.mark.parametrize("mpi", MPIS)
-@pytest.mark.parametrize("fails", ["raise ValueError('boom')", "sys.exit(1)"])
+@pytest.mark.parametrize("mpi", MPICH_BY_DEFAULT)
+@pytest.mark.parametrize("fails", ["raise ValueError('boom')", pytest.param("sys.exit(1)", marks=full)])
 @pytest.mark.parametrize(
     ("nodes", "which"),
     [
-        ("3", 0),
+        pytest.param("3", 0, marks=full),
         pytest.param("2,2", 0, marks=full),
         pytest.param("2,2", 1, marks=full),
         pytest.param("2,1,1", 0, marks=full),

@@ -1,5 +1,5 @@
-"""allred.torch, the interface of horovod.torch: the cases of two programs in one job, with MPICH at 3 ranks and Open
-MPI at 2, which is twice as slow with more ranks than cores; with --full at 2 and 3 ranks with both.
+"""allred.torch, the interface of horovod.torch: the cases of two programs in one job, with MPICH at 3 ranks; with
+--full at 2 and 3 ranks with both MPIs.
 
 A job takes about 8 s of CPU time for each rank, of which 3 s are the import of torch.
 """
@@ -43,8 +43,9 @@ def test_all_cases(ranks):
 
 
 @open_mpi.needs_open_mpi
+@pytest.mark.full  # by default in test_backend.py
 @pytest.mark.limit(300)
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_open_mpi(ranks):
     result = open_mpi.mpirun(ranks, PROGRAM, env=ENVIRONMENT, timeout_s=280)
     assert cases.results(result.out) == dict.fromkeys(NAMES, "ok"), result.text
