@@ -78,6 +78,7 @@ class Plan:
 
     tensors: tuple[Tensor, ...]
     bucket_bytes: int
+    kept: dict[Any, Array] = dataclasses.field(default_factory=dict, repr=False, compare=False)  # error_feedback.py
 
     @functools.cached_property
     def buckets(self) -> tuple[Bucket, ...]:

@@ -9,7 +9,7 @@
 #define EACH(count) _Pragma("GCC ivdep") for (size_t i = 0; i < (count); i++)
 #endif
 
-#define INFINITE 0x7f800000            /* bits of float32: infinity; and */
+#define TOO_LARGE ((127 + 127) << 23)  /* bits of float32: 2**127: scale * 127 could be infinite; and */
 #define NEGLIGIBLE ((127 - 120) << 23) /* 2**-120 */
 #define ROUNDS 12582912.0f             /* 1.5 * 2**23: a small number that is added to it is rounded to an integer */
 

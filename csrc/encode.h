@@ -8,7 +8,7 @@
  *                  lower half, and number i + (count + 1) / 2 in its upper half
  *
  * The numbers of a call are those of one tensor, so a block never has numbers of two. A block whose largest magnitude
- * is below 2**-120 has scale 0. A block with a NaN or an infinity has scale NaN, and decodes to NaN.
+ * is below 2**-120 has scale 0. A block with a NaN, or a number of 2**127 or more, has scale NaN, and decodes to NaN.
  *
  * residual, or NULL: for each number the error of the last encoding. It is added before the number is encoded, and
  * becomes the new error: number + residual - decoded. Where a result is not finite it stays as it is.

@@ -34,10 +34,10 @@ static inline void VARIANT(encode_block)(char *to, const float *from, float *res
   const int32_t most = VARIANT(largest)(from, count);
   float largest, scale;
   memcpy(&largest, &most, sizeof largest);
-  scale = most >= INFINITE ? not_a_number() : most < NEGLIGIBLE ? 0 : largest / most_steps;
+  scale = most >= TOO_LARGE ? not_a_number() : most < NEGLIGIBLE ? 0 : largest / most_steps;
   memcpy(to, &scale, sizeof scale);
   to += sizeof scale;
-  if (most >= INFINITE || most < NEGLIGIBLE) {
+  if (most >= TOO_LARGE || most < NEGLIGIBLE) {
     memset(to, 0, bits == 8 ? count : half);
     if (residual && most < NEGLIGIBLE) memcpy(residual, from, count * sizeof *from);
     return;

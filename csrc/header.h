@@ -9,7 +9,7 @@
 /* Positions in header.py KINDS. A step allreduce is a grouped allreduce whose `note` is the number of samples. */
 enum { ALLRED_KIND_ALLREDUCE = 0, ALLRED_KIND_GROUPED_ALLREDUCE = 1, ALLRED_KIND_STEP_ALLREDUCE = 13 };
 
-/* The byte `op` of a reduction: the operator; the wire type of float32 and float64 if they are narrowed; and whether
+/* The byte `op` of a reduction: the operator; the type in which floats travel, or 0; and whether
  * each rank's numbers are multiplied by a weight of this rank, which is in `note`, as a float64. */
 enum { ALLRED_OP_BITS = 15, ALLRED_WIRE_SHIFT = 4, ALLRED_WIRE_BITS = 7, ALLRED_WEIGHTED = 128 };
 

@@ -4,9 +4,10 @@
  * A rank passes its slice of window w to the ranks of the same number on the other hosts in four steps:
  *
  *   1  encode   the blocks of the others: its contributions C(w)
- *   2  combine  when the others' contributions to its own block have arrived: sum them with its own numbers, which are
- * not rounded, in the order of the hosts; encode the sum, its result R(w); decode it, as all ranks do 3  receive  the
- * results of the others, and decode them 4  the window has crossed when all results are sent and received
+ *   2  combine  when all contributions to its own block have arrived: sum them with its own numbers, which are not
+ *               rounded, in the order of the hosts; encode the sum, its result R(w); decode it, as all ranks do
+ *   3  receive  the results of the others, and decode them
+ *   4  end      when all results are sent and received, the window has crossed
  *
  * Each connection carries, in each direction, C(0), C(1), C(2), R(0), C(3), R(1), ..., and the last results. So while a
  * host waits for the contributions to a window, those of the next two windows are under way.
@@ -14,7 +15,8 @@
  * Windows without a wire type, of tensors that are not encoded, pass in the same way as they are.
  *
  * residual: where a rank encodes, the error is added to the next numbers in this place: the numbers of the host in the
- * blocks of others, and the sum of all hosts in its own block.
+ * blocks of others, and the sum of all hosts in its own block. Both are parts of the result: an average is divided
+ * before.
  *
  * A buffer of window w is used again for w + WINDOWS, which is filled after w was drained on all ranks of the host: by
  * then its results, which the other hosts send after they have received the contributions, have arrived, and its own
@@ -56,7 +58,8 @@ static size_t lay_out(const allred_network *network, char *memory) {
   const size_t room = allred_round_up(block / sizeof(float) * 5, ALLRED_LINE);
   state at = {.block_room = room};
   size_t used = allred_round_up(sizeof at, ALLRED_LINE);
-#define PLACE(field, size) (at.field = (void *)(memory + used), used += allred_round_up((size), ALLRED_LINE))
+#define PLACE(field, size)                                                                                             \
+  (at.field = memory ? (void *)(memory + used) : NULL, used += allred_round_up((size), ALLRED_LINE))
   PLACE(out, hosts * sizeof *at.out);
   PLACE(in, hosts * sizeof *at.in);
   PLACE(bytes, ALLRED_WINDOWS * hosts * sizeof *at.bytes);
@@ -191,7 +194,8 @@ static void reduce(allred_operation *op, uint64_t number, char *to, size_t encod
     sources[host] = host == network->host ? to : window->wire ? (const void *)numbers : from;
     if (host != network->host && window->wire) allred_decode(op->variant, window->wire, numbers, from, count);
   }
-  allred_reduce_kernel(op->variant, window->dtype, op->op)(to, sources, network->hosts, count, op->divisor);
+  const int operator = window->wire && op->op == ALLRED_AVERAGE ? ALLRED_SUM : op->op; /* it is divided already */
+  allred_reduce_kernel(op->variant, window->dtype, operator)(to, sources, network->hosts, count, op->divisor);
 }
 
 static void combine(allred_operation *op) {
@@ -276,7 +280,8 @@ static int receive_messages(allred_operation *op, int host) {
   int any = 0;
   while (find_message(op, at)) {
     const uint64_t number = number_of(op, at);
-    if (number >= (at->is_result ? state->encoded : state->measured)) break;
+    /* Not before this host has summed the window: else the rank would wait for the network in place of its peers. */
+    if (number >= (at->is_result ? state->encoded : network->summed)) break;
     const size_t bytes = state->bytes[slot(op, number) + (size_t)(at->is_result ? host : network->host)];
     char *to = at->is_result ? state->incoming + (size_t)host * state->block_room : received(op, number, host);
     const size_t got = at->offset < bytes ? allred_receive_some(network, host, to + at->offset, bytes - at->offset) : 0;

@@ -28,12 +28,12 @@ size_t allred_receive_some(allred_network *network, int host, char *data, size_t
 
 int allred_network_wait(const allred_segment *segment, int64_t limit_ns) {
   const allred_network *network = segment->network;
-  struct pollfd polled[64]; /* of more connections, the first ones end the wait early */
+  struct pollfd polled[ALLRED_MAX_HOSTS];
   nfds_t count = 0;
   const struct timespec limit = {limit_ns / 1000000000, limit_ns % 1000000000};
   for (int host = 0; network->sockets && host < network->hosts; host++) {
     if (!network->events[host]) continue;
-    if (count < sizeof polled / sizeof *polled && network->lost != 1 + host)
+    if (network->lost != 1 + host)
       polled[count++] = (struct pollfd){.fd = network->sockets[host], .events = network->events[host]};
     network->events[host] = 0;
   }

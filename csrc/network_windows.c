@@ -59,14 +59,15 @@ static allred_reduce kernel_of(const allred_operation *op, int dtype, int is_las
   return allred_reduce_kernel(op->variant, dtype, operator);
 }
 
-/* Sum a part of the window over the ranks of this host, in the window of this rank. */
+/* Sum a part of the window over the ranks of this host, in the window of this rank. Numbers that will be encoded are
+ * divided here if the operation is an average, so that a sum of many ranks does not exceed the range of float16. */
 static void sum_part(allred_operation *op, uint64_t number, part at) {
-  const int dtype = window(op, number)->dtype;
+  const int dtype = window(op, number)->dtype, divides = window(op, number)->wire && op->op == ALLRED_AVERAGE;
   const void *sources[ALLRED_MAX_RANKS];
-  if (op->segment->ranks == 1) return;
+  if (op->segment->ranks == 1 && !divides) return;
   for (int rank = 0; rank < op->segment->ranks; rank++) sources[rank] = window_of(op, rank, number) + at.start;
-  kernel_of(op, dtype, 0)(allred_own_window(op, number) + at.start, sources, op->segment->ranks,
-                          at.bytes / allred_dtype_bytes(dtype), 1);
+  kernel_of(op, dtype, divides)(allred_own_window(op, number) + at.start, sources, op->segment->ranks,
+                                at.bytes / allred_dtype_bytes(dtype), op->divisor);
 }
 
 /* ---- allreduce: a window has one slice of each of the first ranks, and a slice one block of each host */
@@ -197,7 +198,7 @@ static void reducescatter_fill(allred_operation *op, uint64_t number) {
   const allred_network *network = network_of(op);
   const int dtype = op->chunk_dtype, sum_dtype = allred_sum_dtype(dtype), widens = widening(op);
   const allred_reduce widen = widens ? allred_wide_kernel(op->variant, dtype, sum_dtype, ALLRED_SUM) : NULL;
-  window(op, number)->dtype = sum_dtype;
+  *window(op, number) = (allred_window){.dtype = sum_dtype};
   for (int host = 0; host < network->hosts; host++)
     for (piece at = first_piece(op, host); next_piece(op, number, host, &at);) {
       char *to = allred_own_window(op, number) + at.window;

@@ -253,7 +253,7 @@ def add_compression(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--compression",
         choices=[each.name for each in Compression],
-        help="wire dtype of float32 and float64; other than none: also timed without compression, interleaved",
+        help="how floats travel; other than none: also timed without compression, interleaved",
     )
 
 
@@ -262,7 +262,8 @@ def check_collective(options: argparse.Namespace) -> None:
     _check_device(options)
     _check_arena(options)
     options.compression = Compression[options.compression or "none"]
-    if options.compression.value and not narrows(options.dtype, options.compression.value):
+    quantizes = options.compression.is_quantized and options.dtype.kind == "f"
+    if options.compression.value and not quantizes and not narrows(options.dtype, options.compression.value):
         raise ValueError(f"--compression needs --dtype float32 or float64, got {options.dtype}")
     if options.bench == "allreduce":
         options.items = _sizes(options.sizes, options.dtype)

@@ -101,7 +101,7 @@ def allreduce(
     """Reduce `value` over all ranks with `op`. Returns a new array of the same shape and dtype.
 
     value: of floats, complex numbers, integers or bools; `op` says which it takes.
-    compression: the dtype in which float32 and float64 are sent, an `allred.Compression`; docs/modes.md has the cost.
+    compression: how floats are sent, an `allred.Compression` (docs/precision.md, docs/slow-links.md).
 
     Example: on 2 ranks, `allred.allreduce(np.full(3, float(allred.rank())))` returns `[0.5, 0.5, 0.5]`.
     """
@@ -390,7 +390,7 @@ def join(process_set: ProcessSet | None = None) -> int:
     process_set: the ranks whose operations these are; default: all ranks. Nothing is copied when a process set
         has joined.
 
-    Raises InputError in a job of `allred run --elastic`.
+    Raises InputError in a job of `allred run --elastic`, and in mode local.
 
     Example: after a loop over batches whose number differs between ranks, `last = allred.join()`.
     """
@@ -398,6 +398,11 @@ def join(process_set: ProcessSet | None = None) -> int:
         raise InputError(
             "join() cannot be used with `allred run --elastic`: the ranks may change meanwhile. Use a loop over "
             "allred.data, which has the same number of batches on all ranks"
+        )
+    if world.config().mode == "local":
+        raise InputError(
+            "join() cannot be used in mode local, whose rounds need all ranks. Use a loop over allred.data, which has "
+            "the same number of batches on all ranks"
         )
     communicator, first = current(process_set), True
     joined_at = communicator.operations

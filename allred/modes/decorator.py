@@ -18,7 +18,7 @@ from allred.comm.communicator import Communicator
 from allred.comm.ops import Compression, ReduceOp
 from allred.comm.process_set import ProcessSet
 from allred.data.loader import claim_samples
-from allred.errors import InputError, MismatchError
+from allred.errors import AllredError, InputError, MismatchError
 from allred.modes.clipping import GradScaler
 from allred.modes.detect.mistake_checks import MistakeChecks
 from allred.modes.optimizer import DistributedOptimizer, is_torch_optimizer
@@ -207,8 +207,9 @@ def _wrap_function(function: Callable[..., Any], options: StepOptions, values: b
             settings = _argument(args, grads) if others else ""
             try:
                 mean = reduce_gradients(communicator, reducer, checks, step, title, settings)
-            except MismatchError as error:
-                if len(set(re.findall(rf"{_ARGUMENT} (\w+)", str(error)))) > 1:
+            except AllredError as error:
+                reducer.drop_errors()
+                if isinstance(error, MismatchError) and len(set(re.findall(rf"{_ARGUMENT} (\w+)", str(error)))) > 1:
                     where = str(error).partition("\n")[2]
                     error.args = ("\n".join(filter(None, (f"{title}: {_DIFFERENT_ARGUMENTS}", where))),)
                 raise

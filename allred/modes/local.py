@@ -1,12 +1,14 @@
 """`LocalMode`: mode local. Each rank trains alone, as a job of one rank does in mode sync, and all ranks average their
 parameters in rounds (rounds.py).
 
-So a step is a step of `SyncMode` with a communicator of one rank, and a round follows the update. Checkpoints are
-written in rounds: parameters that all ranks have, the mean of the ranks' optimizer states, and the state of the outer
-optimizer.
+So a step is a step of `SyncMode` with a communicator of one rank, and a round follows the update. All ranks count the
+same steps: also one that makes no update, because it is skipped, has failed or has no samples.
+
+Checkpoints are written in rounds: parameters that all ranks have, the mean of the ranks' optimizer states, and the
+state of the outer optimizer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,28 +40,40 @@ class LocalMode(SyncMode):
     """Mode local of one optimizer. Arguments: as of SyncMode; the options of the inner steps have no compression.
     rounds: with those of the rounds."""
 
+    saves_in_rounds = True
+
     def __init__(self, *arguments: Any, rounds: Rounds) -> None:
         super().__init__(*arguments)
         self._rounds, self._replica = rounds, None
         self._leaves: dict[str, Array] = {}
         self._samples_of_step: int | None = None
+        self._committed = 0  # steps of all ranks
+        self._is_open = False  # whether a step has begun that is not committed
+        self.continues_step = False  # set by a hooked torch optimizer: the next call of `step` is of the same step
+
+    # Steps.
 
     def step(self, given: StepInput) -> None:
-        self._prepare(given)
+        if not self.continues_step:
+            self._complete_step()
+        if not given.problem:
+            names = [tensor.name for tensor in given.tensors]
+            self._rounds.prepare(names, given.leaves, given.samples)
+            self._leaves |= zip(names, given.leaves, strict=True)
+        self._samples_of_step, self._is_open = given.samples, True
         super().step(given)
 
     def repeat(self, communicator: Communicator, values: list[Any], samples: int | None) -> bool:
         return False
 
-    def _prepare(self, given: StepInput) -> None:
-        if not given.problem:
-            names = [tensor.name for tensor in given.tensors]
-            self._rounds.prepare(names, given.leaves)
-            self._leaves |= zip(names, given.leaves, strict=True)
-        self._samples_of_step = given.samples
-
     def reduce(self, communicator: Communicator, name: str, grad: Any, samples: int | None) -> None:
         """No effect: nothing is sent before a round."""
+
+    def _reduce(self, given: StepInput, overlapped: bool = False) -> list[Any] | None:
+        if given.samples == 0:  # the gradients are of no sample
+            self._reducer.samples = 0
+            return None
+        return super()._reduce(given, overlapped)
 
     def _begin(self, communicator: Communicator) -> None:
         super()._begin(functions.current())
@@ -69,48 +83,85 @@ class LocalMode(SyncMode):
         super()._end(given._replace(communicator=functions.current()), used)
 
     def commit(self, used: bool) -> None:
-        rounds = self._rounds
-        rounds.end_step(
-            {name: leaf for name, leaf in self._leaves.items() if name in rounds.base}, self._samples_of_step
-        )
+        rounds, lost = self._rounds, self._rounds.lost
+        self._is_open = False
+        self._committed += 1
+        rounds.end_step(self._leaves, self._samples_of_step)
         if rounds.at_boundary:
-            self._average_buffers()
+            self._average("buffers of the module", self._named_buffers())
+        if rounds.lost > lost:  # such as moments
+            for _, state in self._states():
+                if not np.isfinite(state).all():
+                    state[...] = 0
+
+    def _complete_step(self) -> None:
+        """Count a step that has begun, and made no update: its loss scale was too large, or it has failed."""
+        if self._is_open:
+            self._samples_of_step = 0 if self._samples_of_step is not None else None
+            self.commit(used=False)
 
     def round(self) -> None:
         """Make the parameters of all ranks equal. Collective."""
-        self._rounds.round({name: leaf for name, leaf in self._leaves.items() if name in self._rounds.base})
-        self._average_buffers()
+        self._complete_step()
+        self._rounds.round(self._leaves)
+        self._average("buffers of the module", self._named_buffers())
 
-    def _average_buffers(self) -> None:
-        if self.buffers:
-            functions.current().grouped_allreduce_blocking(
-                [*self.buffers], True, ReduceOp.AVERAGE, f"{self._title}: buffers of the module"
-            )
+    def _average(self, what: str, named: Sequence[tuple[str, Array]]) -> None:
+        """Average arrays over the ranks in which all of them are finite, in place. Arrays that not all ranks have stay
+        as they are. Collective."""
+        communicator = functions.current()
+        table = [(name, array.shape, array.dtype.str) for name, array in named]
+        if not (everyone := communicator.allgather_object(table, f"{self._title}: {what}").wait())[0]:
+            return
+        common = set(table).intersection(*everyone)
+        mine = [array for row, (_, array) in zip(table, named, strict=True) if row in common]
+        finite = all(np.isfinite(array).all() for array in mine)
+        sums = [array.copy() if finite else np.zeros_like(array) for array in mine]
+        ranks = np.array([finite], np.int64)
+        communicator.grouped_allreduce_blocking([*sums, ranks], True, ReduceOp.SUM, f"{self._title}: {what}")
+        for array, total in zip(mine, sums, strict=True) if ranks[0] else ():
+            np.divide(total, ranks[0], out=array, casting="unsafe")
+
+    def _named_buffers(self) -> list[tuple[str, Array]]:
+        return list(self.buffers())
 
     # Parameters and state.
 
     def broadcast(self, params: Any, tensors: list[Tensor], root: int, problem: str, values: bool) -> None:
         super().broadcast(params, tensors, root, problem, values)
-        self._rounds.restart()
-        self._leaves = {}
+        self._restart()
+        communicator, rounds = functions.current(), self._rounds
+        sent = None
+        if communicator.number == root:
+            sent = self._committed, rounds.outer_state() if values else None
+        self._committed, state = communicator.broadcast_object(sent, root, f"rounds of {self._title}").wait()
         if values:
-            communicator, outer = functions.current(), self._rounds.outer
-            state = outer.state_dict() if communicator.number == root else None
-            outer.load_state_dict(communicator.broadcast_object(state, root, f"outer state of {self._title}").wait())
+            rounds.load_outer_state(state)
+
+    def _restart(self) -> None:
+        self._rounds.restart()
+        self._leaves, self._is_open = {}, False
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict(state)
+        self._restart()
+        self._rounds.reset_outer()
 
     def before_checkpoint(self) -> None:
         self.round()
         self._rounds.drop_errors()
-        functions.current().grouped_allreduce_blocking(
-            self._states(), True, ReduceOp.AVERAGE, f"{self._title}: the states of the optimizers"
-        )
+        self._average("the states of the optimizers", self._states())
 
-    def _states(self) -> list[Array]:
-        """Return views of the floats in the state of the inner optimizer."""
+    def _states(self) -> list[tuple[str, Array]]:
+        """Return views of the floats in the state of the inner optimizer, by name; none for LBFGS, whose history is
+        not a mean."""
         live = getattr(self._optimizer, "live_state", None)
-        found = [] if live is None else [leaf for _, leaf in nest.leaves(live())]
-        views = [leaf.detach().numpy() if hasattr(leaf, "detach") else leaf for leaf in found]
-        return [each for each in views if isinstance(each, np.ndarray) and arrays.is_inexact(each.dtype)]
+        if live is None or getattr(self._optimizer, "calls_closure", False):
+            return []
+        views = [
+            (name, leaf.detach().numpy() if hasattr(leaf, "detach") else leaf) for name, leaf in nest.leaves(live())
+        ]
+        return [(name, each) for name, each in views if isinstance(each, np.ndarray) and arrays.is_inexact(each.dtype)]
 
     def save(self, params: Any, extra: Any, copy: bool) -> Callable[[str], str]:
         if not self._rounds.is_global:
@@ -120,20 +171,39 @@ class LocalMode(SyncMode):
             )
         return super().save(params, extra, copy)
 
+    def more_state(self) -> dict[str, Any]:
+        return {_OUTER: self._rounds.outer_state()}
+
+    def load_more_state(self, state: dict[str, Any]) -> None:
+        if _OUTER in state:
+            self._rounds.load_outer_state(state[_OUTER])
+        else:
+            self._rounds.reset_outer()
+
+    # SessionSupport.
+
+    @property
+    def global_step(self) -> int:
+        """Steps that all ranks have counted."""
+        return self._committed
+
+    def count_from(self, step: int) -> None:
+        super().count_from(step)
+        self._committed = step
+
     @property
     def can_save(self) -> bool:
         return super().can_save and self._rounds.is_global
 
-    @property
-    def ends_together(self) -> bool:
+    def end_of_step(self) -> bool:
+        self._complete_step()
         return self._rounds.at_boundary
 
-    def more_state(self) -> dict[str, Any]:
-        return {_OUTER: self._rounds.outer.state_dict()}
+    @property
+    def at_boundary(self) -> bool:
+        return self._rounds.at_boundary
 
-    def load_more_state(self, state: dict[str, Any]) -> None:
-        if _OUTER in state:
-            self._rounds.outer.load_state_dict(state[_OUTER])
+    # Texts.
 
     def _first_step(self, communicator: Communicator, tensors: list[Tensor]) -> str:
         nbytes = arrays.amount(sum(tensor.nbytes for tensor in tensors))
@@ -141,4 +211,5 @@ class LocalMode(SyncMode):
         return f"mode local: each rank trains alone; {what}, {self._rounds.describe()}"
 
     def summary(self) -> str:
-        return f"{super().summary()}\n{self._rounds.summary()}"
+        lines = [line for line in super().summary().splitlines() if not line.startswith(("gradients:", "not in place"))]
+        return "\n".join([*lines, self._rounds.summary()])

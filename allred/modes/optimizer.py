@@ -107,11 +107,9 @@ class DistributedOptimizer:
         raise SystemExit(0)
 
     def _check_mode(self) -> None:
-        local = world.config().mode == "local"
-        if not context.is_active() and not local:
-            return
-        if local:
+        if world.config().mode == "local":
             self._check_local()
+        if not context.is_active():
             return
         if self._options.op is not ReduceOp.AVERAGE:
             raise InputError(
@@ -246,7 +244,7 @@ class DistributedOptimizer:
                 ):  # a custom optimizer may call collectives
                     mode.step(given)
         except (InputError, MismatchError, NonFiniteError) as error:
-            communicator.queue.record_error(error)
+            world.current().communicator.queue.record_error(error)
             raise
 
     def _repeat_step(self, mode: SyncMode, values: list[Any], samples: int | None) -> bool:
@@ -271,7 +269,8 @@ class DistributedOptimizer:
 
     def _communicator(self) -> Communicator:
         """Return the communicator of this optimizer's ranks."""
-        if self._alone is not None or (world.config().mode == "local" and self._get_mode()):
+        if world.config().mode == "local":
+            self._get_mode()
             assert self._alone is not None
             return self._alone
         own = self.process_set
@@ -438,7 +437,8 @@ class DistributedOptimizer:
         if isinstance(mode, PsMode):
             return mode.statistics()
         raise InputError(
-            f"{self.name}.statistics() needs parameter servers (mode ps), but this is mode sync; use summary()"
+            f"{self.name}.statistics() needs parameter servers (mode ps), but this is mode {world.config().mode}; use "
+            "summary()"
         )
 
     def summary(self) -> str:
@@ -519,8 +519,8 @@ class DistributedOptimizer:
                     control.count_from(step)
         if isinstance(extra, dict) and _SCALER in extra and self._clipper.scaler is not None:
             self._clipper.scaler.load_state_dict(extra[_SCALER])
-        if isinstance(extra, dict) and _EXTRA in extra:
-            self._get_mode().load_more_state(extra)
+        if step is not None:
+            self._get_mode().load_more_state(extra if isinstance(extra, dict) and _EXTRA in extra else {})
         return step, _without_more(extra)
 
     @property

@@ -87,6 +87,8 @@ class StepOptions:
             raise InputError(f"op={self.op!r} cannot combine gradients; use allred.Average or allred.Sum")
         if not isinstance(self.compression, Compression):
             raise InputError(f"compression={self.compression!r}: expected allred.Compression{ops.COMPRESSIONS}")
+        if self.compression.is_quantized and self.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+            raise InputError(f"op={self.op!r} with compression={self.compression!r}: use allred.Average or allred.Sum")
         if not isinstance(self.error_feedback, bool | None):
             raise InputError(f"error_feedback={self.error_feedback!r} must be True or False")
         if self.error_feedback and self.compression is Compression.none:
@@ -216,6 +218,7 @@ class SessionSupport(ABC):
     """The operations of an optimizer that a Session needs, and a training loop without a session does not."""
 
     is_lockstep: ClassVar[bool]  # whether all ranks make every step together
+    saves_in_rounds: ClassVar[bool] = False  # whether checkpoints are written after `before_checkpoint` only
 
     @property
     @abstractmethod
@@ -239,10 +242,14 @@ class SessionSupport(ABC):
         """Whether a rank that has failed may write a checkpoint."""
         return not self.update_interrupted
 
-    @property
-    def ends_together(self) -> bool:
-        """Whether all ranks end the current step together."""
+    def end_of_step(self) -> bool:
+        """End the step of this rank. Return whether all ranks end it together. Mode local: collective in some steps."""
         return self.is_lockstep
+
+    @property
+    def at_boundary(self) -> bool:
+        """Mode local: whether the last step ended in a round, so that all ranks have the same parameters."""
+        return True
 
     def before_checkpoint(self) -> None:  # noqa: B027
         """Mode local: make all ranks equal. Collective."""
@@ -263,7 +270,9 @@ class Mode(SessionSupport):
     """How the ranks of a distributed optimizer train together. See `DistributedOptimizer` for the public methods."""
 
     dropped = 0  # gradients of this worker that were too late for their step
-    buffers: Sequence[Array] = ()  # mode local: views of floats that are averaged in rounds, such as running means
+    continues_step = False  # mode local: see LocalMode
+    # Mode local: returns the floats that are averaged in rounds, such as running means, by name.
+    buffers: Callable[[], Sequence[tuple[str, Array]]] = staticmethod(tuple)
 
     @property
     @abstractmethod

@@ -72,10 +72,16 @@ class Reducer:
         self._last = tensors, self._plans[key]
         return self._plans[key]
 
+    def drop_errors(self) -> None:
+        """Drop the errors of compression. Called on all ranks, between steps."""
+        if self.errors is not None:
+            self.errors.drop()
+            self.steady = None
+
     @property
     def last_nbytes(self) -> int:
-        """Bytes of the gradients of the last plan, without compression."""
-        return 0 if self._last is None else self._last[1].nbytes
+        """Bytes of the gradients of the last negotiation, without compression."""
+        return sum(tensor.nbytes for tensor in self.negotiated)
 
     def refusal(self, plan: Plan) -> str:
         return next((problem for dtype in plan.dtypes if (problem := ops.refusal(self._op, dtype))), "")
@@ -302,6 +308,8 @@ class Reducer:
 
     def _allreduce(self, communicator: Communicator, array: Array, weight: float | None, name: str) -> None:
         weighted, compression = self._weighted(array, weight)
+        if compression.is_quantized:  # errors are kept for the group as a whole
+            compression = Compression.none
         communicator.allreduce_blocking(weighted, True, self._op, name, compression)
         if weighted is not array:
             array[...] = weighted

@@ -13,7 +13,7 @@ With `fragments` the parameters are divided into parts of about equal size, whos
 
     parameters = mix * parameters + (1 - mix) * base
 
-A rank whose parameters are not finite sends nothing, and begins again from the base.
+A rank whose parameters are not finite sends zeros with weight 0, and begins again from the base.
 
 A. Douillard et al.: DiLoCo: Distributed low-communication training of language models. arXiv:2311.08105, and Streaming
 DiLoCo with overlapping communication. arXiv:2501.18512, 2025.
@@ -25,15 +25,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from allred import arrays, native
+from allred import arrays, log, native
 from allred.arrays import Array
 from allred.comm import functions
+from allred.comm.arguments import memory_conflicts
 from allred.comm.communicator import Communicator
-from allred.comm.ops import ReduceOp
+from allred.comm.ops import Compression, ReduceOp
 from allred.comm.work import Work
 from allred.errors import DriftError, InputError, NonFiniteError
 from allred.modes.options import StepOptions
 from allred.nest import quoted
+from allred.optim.base import optimizer_kind
 from allred.timeline.recorder import span
 from allred.wording import count, named
 
@@ -44,17 +46,20 @@ _WEIGHT_UNIT = 2**20  # weights are whole multiples of 1 / _WEIGHT_UNIT
 class _FragmentRound(NamedTuple):
     """The exchange of a fragment that is under way.
 
-    names: of its parameters. changes, record: sums over the ranks, when it is complete; of the weights of the ranks, of
-    1, of `lost`, of a hash of the base and of its square. lost: whether this rank begins again from the base. due: the
-    step at which it is completed. delayed: whether the rank makes steps before."""
+    number, names: of the fragment and its parameters. changes, record: sums over the ranks, when it is complete; of the
+    weights of the ranks, of 1, of `lost`, of whether samples are known, of a hash of the base and of its square. lost:
+    whether this rank begins again from the base. due: the step at which it is completed. delayed: whether the rank
+    makes steps before. sent_bytes: of the communicator before it."""
 
     work: Work[list[Array]]
+    number: int
     names: list[str]
     changes: list[Array]
     record: Array
     lost: bool
     due: int
     delayed: bool
+    sent_bytes: int
 
 
 class Rounds:
@@ -63,15 +68,20 @@ class Rounds:
 
     def __init__(self, options: StepOptions, title: str) -> None:
         self._options, self._title = options, title
-        self.outer: Any = copy.deepcopy(options.outer)
-        self.base: dict[str, Array] = {}
-        self.completed = 0  # exchanges of fragments
-        self.steps = 0  # since the schedule began: of fragment f an exchange begins at every * (f + 1) // fragments
-        self.is_global = True  # whether the parameters of all ranks are the base
         self._every: int = options.every or 1
-        self._weights = [0.0] * options.fragments  # of the steps of this rank since the last exchange of each
-        self._pending: list[_FragmentRound] = []
+        self.base: dict[str, Array] = {}
+        self.completed = self.lost = 0  # exchanges of fragments; those that this rank has lost its steps in
+        self._sent_bytes = self._full_bytes = 0  # of changes: as they travelled, and without compression
         self._residuals: dict[tuple[str, ...], Array] = {}
+        self._pending: list[_FragmentRound] = []
+        self.reset_outer()
+        self._begin_schedule()
+
+    def _begin_schedule(self) -> None:
+        self.steps = 0  # of fragment f an exchange begins at every * (f + 1) // fragments
+        self.is_global = True  # whether the parameters of all ranks are the base
+        self._weights = [0.0] * self._options.fragments  # of the steps of this rank since the last exchange of each
+        self._counted = [True] * self._options.fragments  # whether the numbers of samples of these steps are known
 
     def describe(self) -> str:
         options = self._options
@@ -83,38 +93,75 @@ class Rounds:
         found = self.outer.hyperparameters()
         return ", ".join(f"{name}={value:g}" for name, value in found.items() if isinstance(value, (int, float)))
 
+    # The outer optimizer. Each fragment counts its own updates.
+
+    def reset_outer(self) -> None:
+        """Begin with a new outer optimizer."""
+        self.outer: Any = copy.deepcopy(self._options.outer)
+        self._updates = [0] * self._options.fragments
+
+    def outer_state(self) -> dict[str, Any]:
+        return {"kind": optimizer_kind(self.outer), "state": self.outer.state_dict()}
+
+    def load_outer_state(self, saved: dict[str, Any]) -> None:
+        """Load the result of `outer_state`; begin with a new outer optimizer if that is of another kind."""
+        self.reset_outer()
+        if saved["kind"] != (own := optimizer_kind(self.outer)):
+            log.warning(f"{self._title}: the checkpoint has the state of outer={saved['kind']}; {own} begins without")
+            return
+        self.outer.load_state_dict(saved["state"])
+        self._updates = [self.outer.global_step] * self._options.fragments
+
     # Before a step.
 
-    def prepare(self, names: Sequence[str], leaves: Sequence[Any]) -> None:
-        """Take parameters that are not known into the base. Collective in the first call after `restart`. Raises
-        InputError for arrays on a GPU; DriftError, on all ranks, if parameters differ between the ranks."""
-        if self.base.keys() >= set(names):
+    def prepare(self, names: Sequence[str], leaves: Sequence[Any], samples: int | None) -> None:
+        """Take parameters that are not known into the base. Collective in the first call after `restart`. samples: of
+        this rank in the step. Raises InputError for arrays that it cannot average; DriftError, on all ranks, if
+        parameters differ between the ranks."""
+        if self.base.keys() >= set(names) and all(
+            leaf.shape == self.base[name].shape for name, leaf in zip(names, leaves, strict=True)
+        ):
             return
         is_first = not self.base
         for name, leaf in zip(names, leaves, strict=True):
+            title = f"{self._title}: {quoted(name, 'parameter')}"
             if not isinstance(leaf, np.ndarray):
-                raise InputError(
-                    f"{self._title}: {quoted(name, 'parameter')} is on a GPU; mode local has arrays on hosts"
-                )
-            if name not in self.base and arrays.is_inexact(leaf.dtype):
+                raise InputError(f"{title} is on a GPU; mode local takes numpy arrays")
+            if not arrays.is_inexact(leaf.dtype):
+                raise InputError(f"{title} is {leaf.dtype}; mode local averages floats and complex numbers")
+            if name not in self.base:
                 self.base[name] = leaf.copy()
+            elif self.base[name].shape != leaf.shape:
+                raise InputError(
+                    f"{title} has shape {leaf.shape}, and had {self.base[name].shape}; call opt.broadcast(params) "
+                    "after such a change"
+                )
+        if self._options.fragments > 1 or self._options.delay:
+            for first, second in memory_conflicts(list(leaves)):
+                raise InputError(
+                    f"{self._title}: '{names[first]}' and '{names[second]}' share memory; in mode local with fragments "
+                    "or delay pass such a parameter once"
+                )
         if is_first:
-            self._compare()
+            given = [each for each in self._compare(samples) if each is not None]
+            self._unit = max(1.0, float(np.mean(given))) if given else 1.0  # samples that have weight 1
 
-    def _compare(self) -> None:
-        """Raise DriftError on all ranks if their bases differ. Collective."""
+    def _compare(self, samples: int | None = None) -> list[int | None]:
+        """Raise DriftError on all ranks if their bases differ. Collective. Returns the `samples` of all ranks."""
         communicator = functions.current()
         mine = dict(zip(self.base, native.hashes([arrays.as_bytes(each) for each in self.base.values()]), strict=True))
-        everyone = communicator.allgather_object(mine, f"{self._title}: the parameters before a round").wait()
+        title = f"{self._title}: the parameters before a round"
+        everyone = communicator.allgather_object((mine, samples), title).wait()
+        ranks, found = communicator.active.ranks, [each for each, _ in everyone]
         for name in mine:
-            odd = [rank for rank, each in zip(communicator.ranks, everyone, strict=True)
-                   if each.get(name) != everyone[0].get(name)]  # fmt: skip
+            odd = [rank for rank, each in zip(ranks, found, strict=True) if each.get(name) != found[0].get(name)]
             if odd:
                 raise DriftError(
                     f"{self._title}: {quoted(name, 'parameter')} of {named('rank', odd)} is not that of rank "
-                    f"{communicator.ranks[0]}. In mode local all ranks begin with the same parameters: call "
-                    "opt.broadcast(params) before training, and do not change the parameters of one rank"
+                    f"{ranks[0]}. In mode local all ranks begin with the same parameters: call opt.broadcast(params) "
+                    "before training, and do not change the parameters of one rank"
                 )
+        return [number for _, number in everyone]
 
     # After a step.
 
@@ -129,7 +176,8 @@ class Rounds:
         options = self._options
         self.steps += 1
         self.is_global = False
-        weight = 1.0 if samples is None else float(samples)
+        self._counted = [each and samples is not None for each in self._counted]
+        weight = 1.0 if samples is None else samples / self._unit
         self._weights = [each + weight / self._every for each in self._weights]
         while self._pending and self._pending[0].due <= self.steps:
             self._complete(self._pending.pop(0), leaves)
@@ -151,14 +199,14 @@ class Rounds:
             self._complete_all(leaves)
         for name, leaf in leaves.items():
             leaf[...] = self.base[name]
-        self.steps, self.is_global = 0, True
+        self._begin_schedule()
 
     def restart(self) -> None:
-        """Forget the base: the next step begins with the parameters that it finds. Collective."""
+        """Forget the base: the next step begins with the parameters that it finds. Called on all ranks."""
         for exchange in self._pending:
             exchange.work.wait()
-        self._pending, self.base, self.steps, self.is_global = [], {}, 0, True
-        self._weights = [0.0] * self._options.fragments
+        self._pending, self.base = [], {}
+        self._begin_schedule()
         self.drop_errors()
 
     def drop_errors(self) -> None:
@@ -175,8 +223,8 @@ class Rounds:
 
     def _begin(self, number: int, leaves: dict[str, Array], delay: int) -> None:
         options, communicator = self._options, functions.current()
-        names, weight = self._fragment(number), self._weights[number]
-        self._weights[number] = 0.0
+        names, weight, counted = self._fragment(number), self._weights[number], self._counted[number]
+        self._weights[number], self._counted[number] = 0.0, True
         changes = [self._change(name, leaves[name]) for name in names]
         lost = not all(np.isfinite(change).all() for change in changes)
         weight = 0.0 if lost else round(weight * _WEIGHT_UNIT) / _WEIGHT_UNIT
@@ -186,16 +234,19 @@ class Rounds:
             else:
                 np.multiply(change, weight, out=change)
         hashed = sum(native.hashes([arrays.as_bytes(self.base[name]) for name in names])) % 2**_HASH_BITS
-        record = np.array([int(weight * _WEIGHT_UNIT), 1, lost, hashed, hashed * hashed])  # integers are not compressed
+        numbers = int(weight * _WEIGHT_UNIT), 1, lost, counted, hashed, hashed * hashed
+        record = np.array(numbers, np.int64)  # integers are not compressed
         name = f"{self._title}: round of fragment {number} of {options.fragments}, {self.describe()}"
         if delay:
             functions.enable_progress(communicator)
+        sent_bytes = communicator.sent_bytes
         with span("round", name):
             work = communicator.grouped_allreduce(
                 [*changes, record], ReduceOp.SUM, name, options.compression, in_place=True,
                 residual=self._residual(communicator, names, [*changes, record]),
             )  # fmt: skip
-        self._pending.append(_FragmentRound(work, names, changes, record, lost, self.steps + delay, delay > 0))
+        due = self.steps + delay
+        self._pending.append(_FragmentRound(work, number, names, changes, record, lost, due, delay > 0, sent_bytes))
 
     def _change(self, name: str, leaf: Array) -> Array:
         wide = arrays.accumulator(leaf.dtype)
@@ -217,10 +268,14 @@ class Rounds:
         """Wait for an exchange, and move the base and the parameters."""
         with span("round", f"{self._title}: end of a round"):
             exchange.work.wait()
-        weight, ranks, lost, hashed, squares = exchange.record.tolist()
+        self._sent_bytes += functions.current().sent_bytes - exchange.sent_bytes
+        self._full_bytes += sum(change.nbytes for change in exchange.changes)
+        weight, ranks, lost, counted, hashed, squares = exchange.record.tolist()
         if squares * ranks != hashed**2:
             self._compare()
             raise DriftError(f"{self._title}: the parameters of the last round differed between the ranks")
+        if counted not in (0, ranks):
+            raise InputError(f"{self._title}: some ranks gave no number of samples, but others did; pass it on all")
         if lost == ranks:
             self._refuse("the parameters of all ranks are not finite")
         if weight:
@@ -233,17 +288,32 @@ class Rounds:
             else:
                 leaf[...] = self.base[name]
         self.completed += 1
+        if exchange.lost:
+            self.lost += 1
+            log.warning(
+                f"{self._title}: the parameters of this rank were not finite; it begins again from those of others"
+            )
 
     def _move_base(self, exchange: _FragmentRound, weight: float) -> None:
+        """Update the base. A parameter that no rank has changed, such as a frozen one, stays, whatever the momentum."""
         for change in exchange.changes:
             np.divide(change, weight, out=change)
         if not all(np.isfinite(change).all() for change in exchange.changes):
             self._refuse("the mean of the changes of all ranks is not finite")
         base = {name: self.base[name] for name in exchange.names}
-        self.outer.step(base, dict(zip(exchange.names, exchange.changes, strict=True)))
+        moved = [change if change.any() else None for change in exchange.changes]
+        self.outer.global_step = self._updates[exchange.number]
+        self.outer.step(base, dict(zip(exchange.names, moved, strict=True)))
+        self._updates[exchange.number] = self.outer.global_step
 
     def _refuse(self, problem: str) -> None:
         raise NonFiniteError(f"{self._title}: {problem} in a round; lower the learning rate, or look at the loss")
 
     def summary(self) -> str:
-        return f"rounds: {count(self.completed, 'exchange')}, {self.describe()}"
+        options, rounds = self._options, max(1, self.completed)
+        how = "" if options.compression is Compression.none or not self._full_bytes else (
+            f" as {options.compression.name}, {self._sent_bytes / self._full_bytes:.3f} of their size"
+        )  # fmt: skip
+        lost = f"; {count(self.lost, 'exchange')} of parameters that were not finite" if self.lost else ""
+        each = arrays.amount(self._sent_bytes / rounds)
+        return f"rounds: {count(self.completed, 'exchange')} of {each}{how}; {self.describe()}{lost}"

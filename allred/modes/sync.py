@@ -9,7 +9,7 @@ equal bit for bit without being sent again.
 import operator
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -177,7 +177,11 @@ class SyncMode(Mode):
         self._checks.in_skipped_step = self.in_skipped_step
         if self._overlap is None or not self._overlap.has_begun:
             self._begin(communicator)
-        mean = self._reduce(given) if self._overlap is None else self._reduce_overlapped(self._overlap, given)
+        try:
+            mean = self._reduce(given) if self._overlap is None else self._reduce_overlapped(self._overlap, given)
+        except AllredError:  # on all ranks
+            self.abandon_step()
+            raise
         if not timer.steps:
             log.info(self._first_step(communicator, given.tensors))
         if mean is not None:
@@ -196,7 +200,7 @@ class SyncMode(Mode):
             scale = clipper.scaler.get_scale()
             clipper.scaler.update(mean is None, self._title)
             if clipper.scaler.get_scale() != scale:
-                self._drop_errors()
+                self._reducer.drop_errors()
         self._end(given, mean is not None)
         repeats = given.plain and self._sharded is None
         self._last = given._replace(grads=None, values=[]) if repeats else None  # frees the gradients
@@ -228,8 +232,9 @@ class SyncMode(Mode):
         """End a step. used: whether the gradients are used."""
         communicator, timer = given.communicator, self._timer
         self.was_skipped = not used
-        if not used:
-            self._drop_errors()
+        ignores = self._reducer.errors is not None and self._checks.policy == "ignore"
+        if not used or (ignores and not _sums_are_finite(given.values)):  # torch's GradScaler skips such a step
+            self._reducer.drop_errors()
         self._checks.end(used)
         if self._completes is None:
             self.commit(used)
@@ -260,6 +265,7 @@ class SyncMode(Mode):
         if self._reducer.overlapped and not communicator.checks_places:  # the line that sends a bucket varies
             self._overlap = self._overlap or self._new_overlap()
             self._overlap.agree_on_order(given, given.values if mean is None else mean)
+            self._reducer.drop_errors()  # buckets follow
         return mean
 
     def _apply(self, given: StepInput, mean: list[Any]) -> None:
@@ -299,7 +305,11 @@ class SyncMode(Mode):
             if not overlap.has_order:
                 return self._reduce(given, overlap.has_begun)
             if overlap.needs_all_gradients(given.communicator, given.samples):
-                return self._reduce(given)
+                self._reducer.drop_errors()  # of buckets
+                try:
+                    return self._reduce(given)
+                finally:
+                    self._reducer.drop_errors()
             return overlap.finish(given)
         except AllredError:
             overlap.forget_order()  # on all ranks
@@ -307,11 +317,9 @@ class SyncMode(Mode):
         finally:
             overlap.end_step()
 
-    def _drop_errors(self) -> None:
-        """Drop the errors of compression. Called on all ranks, between steps."""
-        if self._reducer.errors is not None:
-            self._reducer.errors.drop()
-            self._reducer.steady = None
+    def abandon_step(self) -> None:
+        """Forget a step whose gradients were reduced, but make no update. Called on all ranks."""
+        self._reducer.drop_errors()
 
     # Parameters and state.
 
@@ -327,7 +335,7 @@ class SyncMode(Mode):
         if self._sharded is not None:
             self._sharded.forget_state()
         self.forget_order()  # a rank that had joined does not know it
-        self._drop_errors()
+        self._reducer.drop_errors()
 
     def _broadcast_state(self, communicator: Communicator, params: Any, root: int, values: bool) -> None:
         """Copy the numbers of steps and updates, and if `values` the state of the optimizer."""
@@ -366,7 +374,7 @@ class SyncMode(Mode):
 
     def begin_world(self) -> None:
         """Forget what belongs to the last world, and a step that was begun there and is lost."""
-        self._drop_errors()
+        self._reducer.drop_errors()
         self._reducer.steady, self._reducer.negotiated, self._last = None, (), None
         self._checks.begin(self._committed_steps)
         self._overlap = None
@@ -382,11 +390,11 @@ class SyncMode(Mode):
 
     def load_state_dict(self, state: Any) -> None:
         self._optimizer.load_state_dict(state)
-        self._drop_errors()
+        self._reducer.drop_errors()
 
     def load_new_state(self, state: Any) -> None:
         load_new_state(self._optimizer, state)
-        self._drop_errors()
+        self._reducer.drop_errors()
 
     def save(self, params: Any, extra: Any, copy: bool) -> Callable[[str], str]:
         with arena.paused():
@@ -473,6 +481,11 @@ class SyncMode(Mode):
     def broadcast_failure(self, failure: AllredError | None) -> AllredError | None:
         received: AllredError | None = functions.broadcast_object(failure)
         return received
+
+
+def _sums_are_finite(values: Sequence[Any]) -> bool:
+    with np.errstate(all="ignore"):
+        return all(np.isfinite(np.sum(value)) for value in values if isinstance(value, np.ndarray))
 
 
 def has_state(optimizer: Any) -> bool:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from allred import world
 from allred.cluster import topology
 from allred.comm import functions
 from allred.comm.ops import ReduceOp
@@ -191,6 +192,12 @@ def tracked(params: Any, optimizer: Any, more: dict[str, Any]) -> tuple[Any, Dis
     `session_parts` by name. Raises InputError if they cannot be used."""
     value = optimizer if isinstance(optimizer, DistributedOptimizer) else getattr(optimizer, "allred", optimizer)
     _check_optimizer(value)
+    second = [name for name, each in more.items() if isinstance(getattr(each, "allred", each), DistributedOptimizer)]
+    if second and world.config().mode == "local":
+        raise InputError(
+            f"session.track({second[0]}=...): in mode local a session has one distributed optimizer; put all "
+            "parameters into one, or use optimizer.save and optimizer.restore"
+        )
     nest, others = value.session_parts(params)
     if both := sorted(others.keys() & more.keys()):
         raise InputError(

@@ -97,6 +97,7 @@ class Session:
         self._left_step: tuple[int, dict[str, float], float | None] | None = None
         self._agreed: dict[str, float] | None = None
         self._due_savers: list[Saver] = []  # savers that hooks have requested during `after_step`
+        self._later_savers: list[Saver] = []  # likewise; they write after a round
         self._outer_error: BaseException | None = None  # the exception that was being handled when the session began
         self._is_fresh = False  # mode ps: whether the parameters were pulled for the first step
         self._step_begin = 0  # the global step when the current step began
@@ -402,12 +403,14 @@ class Session:
             raise InputError("session: it has ended with its with statement; create a new one to continue training")
 
     def request_stop(self, reason: str = "stopped", everywhere: bool = False) -> None:
-        """End the loop. In mode sync all ranks end it after the same step, which is the current one or the next.
+        """End the loop. In mode sync all ranks end it after the same step, which is the current one or the next; in
+        mode local after a round.
 
         everywhere: all ranks call this after the same step; then the loop ends at once.
         """
-        in_lockstep = self.optimizer.session_support.is_lockstep
-        if everywhere and (in_lockstep or reason == "max_steps"):  # which each worker sees at the servers
+        support = self.optimizer.session_support
+        together = support.is_lockstep and support.at_boundary
+        if everywhere and (together or reason == "max_steps"):  # which each worker sees at the servers
             self._stop_reason = self._stop_reason or reason
         else:
             self._stop_request = self._stop_request or reason
@@ -416,15 +419,17 @@ class Session:
     def _end_step(self, alone: bool = False) -> None:
         """End the current step. Collective in mode sync, unless `alone`: then report only the values of this rank,
         without a collective, and write no periodic checkpoint."""
+        in_lockstep = self.optimizer.session_support.end_of_step() and not alone
         self._note_step()
         optimizer, self._is_ending, self._due_savers = self.optimizer, True, []
-        in_lockstep = optimizer.session_support.ends_together and not alone
         in_turn = in_lockstep or not optimizer.session_support.is_lockstep  # else the ranks are between two rounds
         due = self.is_chief and bool(self._saver.directory) and not alone and in_turn and self._saver.due(self.step)
         make_report = self._metrics.report_all if in_lockstep else self._metrics.report_local
-        step_report = make_report(self._signals.reason or self._stop_request, due)
+        saves = due or (in_lockstep and bool(self._later_savers))
+        step_report = make_report(self._signals.reason or self._stop_request, saves)
         times = world.current().counters.times
-        self.rates.record(self.step, int(step_report.examples), *map(operator.sub, times, self._times))
+        ranks = world.current().communicator.size if in_turn and not in_lockstep else 1
+        self.rates.record(self.step, int(step_report.examples) * ranks, *map(operator.sub, times, self._times))
         self._times = times
         if step_report.stop and optimizer.session_support.is_lockstep and (in_lockstep or alone):
             self._stop_reason = self._stop_reason or step_report.stop
@@ -433,8 +438,9 @@ class Session:
         if step_report.save and not self._stop_reason:
             optimizer.session_support.before_checkpoint()
             randoms = coordination.gather_random_states(optimizer)
-            if self.is_chief:
-                self.save_by(self._saver, randoms)
+            savers, self._later_savers = [self._saver] * due + self._later_savers, []
+            for saver in savers if self.is_chief else ():
+                self._save_now(saver, randoms)
 
     def _call_hooks(self, values: dict[str, float], notes_position: bool = True) -> None:
         """Call the hooks that are left at the end of a step."""
@@ -460,12 +466,17 @@ class Session:
 
     # Checkpoints.
 
-    def save_by(self, saver: Saver, randoms: Any = None) -> None:
+    def save_by(self, saver: Saver) -> None:
         """Write a checkpoint of the current state. For hooks, on the chief, after a step. A call within `after_step`
-        writes when all hooks have run."""
+        writes when all hooks have run; in mode local after the next round."""
         if self._is_ending:
             self._due_savers.append(saver)
-            return
+        elif self.optimizer.session_support.saves_in_rounds:
+            self._later_savers.append(saver)
+        else:
+            self._save_now(saver)
+
+    def _save_now(self, saver: Saver, randoms: Any = None) -> None:
         in_thread = self.optimizer.session_support.is_lockstep
         saver.save(self.step, lambda: self._capture(randoms, copy=True), in_thread)
         self.rates.pause()
@@ -508,6 +519,8 @@ class Session:
         self._wait_all_workers()
         self.optimizer.session_support.before_checkpoint()
         randoms = coordination.gather_random_states(self.optimizer, "the end of the session")
+        for saver in self._later_savers:
+            self._save_now(saver, randoms)
         return final_checkpoint.write(self._saver, self.optimizer, self.step, lambda: self._capture(randoms))
 
     def _finish_after_shutdown(self) -> str | None:

@@ -5,7 +5,8 @@
     ddp.register_comm_hook(None, allred.torch.int8_hook)
 
 Between hosts that are connected by TCP, gradients travel in 8 or 4 bits, with error feedback (docs/slow-links.md);
-elsewhere, and on GPUs, as without a hook. `state` is None, or the process group of the DistributedDataParallel.
+elsewhere, and on GPUs, as without a hook. `state` is None, or the process group of the DistributedDataParallel. Errors
+are dropped when a mean is not finite; not at checkpoints, which a hook does not know of.
 """
 
 import functools
@@ -42,14 +43,17 @@ def _reduce(compression: Compression, state: Any, bucket: dist.GradBucket) -> to
             f"allred.torch.{compression.name}_hook: the process group of this DistributedDataParallel has the backend "
             f"{dist.get_backend(group)!r}; use torch.distributed.init_process_group('allred')"
         )
-    residual = group.residual(bucket.parameters()[0], bucket.buffer().numel())
+    residual = group.residual(bucket.parameters())
     options = types.SimpleNamespace(
         reduceOp=dist.ReduceOp.AVG, timeout=None, compression=compression, residual=residual
     )
     future = group.allreduce_coalesced(bucket.gradients(), options).get_future()
-    return future.then(functools.partial(_buffer, bucket))
+    return future.then(functools.partial(_complete, group, bucket))
 
 
-def _buffer(bucket: dist.GradBucket, future: Any) -> torch.Tensor:
+def _complete(group: ProcessGroupAllred, bucket: dist.GradBucket, future: Any) -> torch.Tensor:
     future.wait()  # raises its error
-    return bucket.buffer()
+    buffer = bucket.buffer()
+    if not torch.isfinite(buffer.sum()):  # on all ranks; a GradScaler skips this step
+        group.drop_errors()
+    return buffer

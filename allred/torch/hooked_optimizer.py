@@ -95,6 +95,7 @@ class HookedOptimizer(ModuleCheckpoints):
         self.reduction_agreement = ReductionAgreement(options.title)
         self._is_local = False  # inside of no_sync()
         self._averages = True  # else DistributedDataParallel does
+        self._last_grad: Any = None  # a weak reference to a gradient of the last reduction
         self._marks = options.op is not ReduceOp.AVERAGE or options.scaler is not None  # gradients are reduced once
         # The parameters when sparse gradients were agreed on; None: not yet.
         self._agreed_layout: tuple[Any, ...] | None = None
@@ -306,6 +307,7 @@ class HookedOptimizer(ModuleCheckpoints):
         if backward.names or backward.problem:
             self._backward = BackwardPass()
         mode.in_skipped_step = following.is_skipped
+        mode.continues_step = self._continues_step(mode)
         repeats = not (self._marks or backward.problem or self._agreed_layout is None or self._has_overlap())
         values = adapter.repeated_gradients() if repeats else None
         if values is None or not self._repeat_step(mode, values, samples):
@@ -314,6 +316,13 @@ class HookedOptimizer(ModuleCheckpoints):
         if self._marks and not mode.was_skipped:
             mark_reduced(self._trained())
         adapter.release_gradients()
+
+    def _continues_step(self, mode: SyncMode) -> bool:
+        """Whether these gradients belong to the step of the last reduction: a closure is evaluated again, or a backward
+        pass has added to them. Not after zero_grad(), which follows a step that torch's GradScaler has left out."""
+        grad = next((each.grad for _, each in self._adapter.named_parameters() if each.grad is not None), None)
+        last, self._last_grad = self._last_grad, None if grad is None else weakref.ref(grad)
+        return mode.update_interrupted or (last is not None and grad is not None and last() is grad)
 
     def leave_averaging(self, module: Any) -> None:
         """Internal: average no gradients any more, because this DistributedDataParallel does. Raises InputError for
@@ -370,7 +379,10 @@ class HookedOptimizer(ModuleCheckpoints):
             if self._agreed_layout is not None:
                 mode.forget_order()
             self._agreed_layout = layout
-        if sparse.names or any(each.grad is not None and each.grad.is_sparse for each in parameters.values()):
+        has_sparse = sparse.names or any(each.grad is not None and each.grad.is_sparse for each in parameters.values())
+        if has_sparse and world.config().mode == "local":
+            raise InputError(f"{self.name}: sparse gradients are not available in mode local; use sparse=False")
+        if has_sparse:
             problem = problem or sparse.refusal(parameters)
         if self._marks:
             problem = problem or mark_refusal(parameters, self._options.op)

@@ -5,6 +5,7 @@ Buffers and other parameters are copied in place. Everything else, such as the e
 (`get_extra_state`), is given to `load_state_dict` of the module, as torch does.
 """
 
+import functools
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -118,8 +119,7 @@ class ModuleCheckpoints(DistributedOptimizer):
             elastic_group.managed.add(params)
         module = _module_of(params)
         if isinstance(module, torch.nn.Module) and world.config().mode == "local":
-            floats = [each.detach() for each in module.buffers() if each.is_floating_point()]
-            self._get_mode().buffers = [as_array(each) for each in floats]
+            self._get_mode().buffers = functools.partial(_float_buffers, module)
         return module
 
     def nest_of(self, params: Any) -> Any:
@@ -232,6 +232,11 @@ class ModuleCheckpoints(DistributedOptimizer):
         super().pull(self.nest_of(params) if context.is_active() else None)
         if context.is_active():
             self._adapter.record_pull()
+
+
+def _float_buffers(module: torch.nn.Module) -> list[tuple[str, Any]]:
+    """Return views of the buffers of floats of a module, by name."""
+    return [(name, as_array(each.detach())) for name, each in module.named_buffers() if each.is_floating_point()]
 
 
 def _module_of(params: Any) -> Any:

@@ -151,14 +151,20 @@ class ProcessGroupAllred(dist.ProcessGroup):
         self._finished = collections.deque[TorchWork](maxlen=_KEPT)
         self._first_coalesced: int | None = None  # while operations are coalesced, the number before their first one
         self._name = self._description = ""
-        self._residuals = WeakIdKeyDictionary()  # by the first parameter of a bucket
+        self._residuals = WeakIdKeyDictionary()  # by the first parameter of a bucket: its parameters, and the errors
 
-    def residual(self, parameter: torch.Tensor, elements: int) -> Array:
-        """Return the errors of compression of the bucket of DistributedDataParallel that begins with a parameter."""
-        found: Array | None = self._residuals.get(parameter)
-        if found is None or found.size != elements:
-            found = self._residuals[parameter] = np.zeros(elements, np.float32)
-        return found
+    def residual(self, parameters: Tensors) -> Array:
+        """Return the errors of compression of a bucket of DistributedDataParallel with these parameters."""
+        bucket = tuple(map(id, parameters))
+        found: tuple[tuple[int, ...], Array] | None = self._residuals.get(parameters[0])
+        if found is None or found[0] != bucket:
+            found = bucket, np.zeros(sum(each.numel() for each in parameters), np.float32)
+            self._residuals[parameters[0]] = found
+        return found[1]
+
+    def drop_errors(self) -> None:
+        """Drop the errors of compression."""
+        self._residuals.clear()
 
     # Reductions.
 
@@ -454,7 +460,7 @@ class ProcessGroupAllred(dist.ProcessGroup):
         self.flight_record = flight_recorder.group_record(self.communicator, self._timeout_s)
         self._unfinished.clear()
         self._finished.clear()
-        self._residuals.clear()
+        self.drop_errors()
         if self.recovery is not None:
             rendezvous.set_env_variables(os.environ)
         elastic_group.begin_world(self)

@@ -44,9 +44,9 @@ static int allocate(allred_network *network) {
   network->moved = PyMem_Calloc(2 * hosts, sizeof *network->moved);
   network->scratch = PyMem_Malloc(ALLRED_SCRATCH_BYTES);
   network->host_starts = PyMem_Calloc(hosts + 1, sizeof *network->host_starts);
-  network->compressed = PyMem_Malloc(allred_compressed_bytes(network));
+  network->compressed = network->sockets ? PyMem_Malloc(allred_compressed_bytes(network)) : NULL;
   return network->message && network->received && network->moved && network->scratch && network->host_starts &&
-         network->compressed;
+         (network->compressed || !network->sockets);
 }
 
 /* Read the ranks of each host, a list of lists: `order` and the prefix sums `first_rank`; 0 with an exception set. */

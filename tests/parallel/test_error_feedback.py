@@ -51,7 +51,7 @@ def train(params, opt, steps, reduces=False, samples=None):
         grads = gradients(allred.rank(), step)
         if reduces:
             for name in ("b", "w"):
-                opt.reduce(name, grads[name])
+                opt.reduce(name, grads[name], samples)
         opt.step(params, grads, samples=samples)
 
 
@@ -152,3 +152,28 @@ def test_on_one_host_nothing_changes(rank, size):
     assert all(np.array_equal(params[name], plain[name]) for name in params)
     if size > 1:
         assert "as int4, which has an effect only between hosts" in opt.summary()
+
+
+@pytest.mark.parametrize("nonfinite", ["raise", "ignore"])
+def test_errors_of_a_step_that_is_not_finite_are_dropped(between_hosts, rank, nonfinite):
+    """Also those of large finite numbers beside the NaN."""
+    first, opt = start()
+    train(first, opt, [5])
+    params, opt = start(nonfinite=nonfinite)
+    train(params, opt, [1, 2, 3, 4])
+    bad = gradients(rank, 3)
+    bad["w"][3, 4], bad["w"][70] = np.nan, 1e30
+    try:
+        opt.step(params, bad)
+    except allred.NonFiniteError:
+        assert nonfinite == "raise"
+    params["w"][...] = params["b"][...] = 0
+    train(params, opt, [5])
+    np.testing.assert_array_equal(params["w"], first["w"])
+
+
+def test_an_average_of_many_ranks_fits_float16(between_hosts, size):
+    """It is divided before it is rounded."""
+    x = np.full((200, 200), 40_000.0, np.float32)
+    assert (functions.current().allreduce(x, allred.Average, "", Compression.fp16).wait() == x).all()
+    assert np.isinf(functions.current().allreduce(x, allred.Sum, "", Compression.fp16).wait()).all()

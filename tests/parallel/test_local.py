@@ -10,6 +10,7 @@ import pytest
 import allred
 from allred import Compression, nest, optim, world
 from allred.errors import DriftError, InputError, MismatchError, NonFiniteError
+from allred.session import Hook
 
 pytestmark = pytest.mark.mpi
 
@@ -290,3 +291,93 @@ def test_a_run_that_is_continued_from_a_checkpoint_gives_the_same_bits(local, ra
     assert other.restore(tmp_path, params) == 16
     train(params, other, rank, range(16, 27))
     assert allred.digest(params) == allred.digest(whole)
+
+
+def test_the_optimizer_of_a_lost_rank_begins_again_and_checkpoints_have_the_mean_of_the_others(local, rank, size):
+    if size == 1:
+        pytest.skip("one rank has no others")
+    params, opt = make(every=2, nonfinite="ignore")
+    opt.broadcast(params)
+    train(params, opt, rank, range(2))
+    for step in range(2, 4):
+        grads = gradients(params, rank, step)
+        if rank == size - 1:
+            grads["w"][1, 2] = np.nan
+        opt.step(params, grads)
+    assert np.isfinite(params["w"]).all()
+    assert ("1 exchange of parameters that were not finite" in opt.summary()) == (rank == size - 1)
+    train(params, opt, rank, range(4, 8))
+    opt.session_support.before_checkpoint()
+    state = opt.state_dict()["slots"]
+    assert all(np.isfinite(slot).all() for slots in state.values() for slot in slots.values())
+    assert len(set(allred.allgather_object((allred.digest(params), allred.digest(state))))) == 1
+
+
+def test_frozen_parameters_stay_and_a_program_may_roll_back(local, rank):
+    params, opt = make(every=2, outer=optim.SGD(0.7, momentum=0.5))
+    opt.broadcast(params)
+    train(params, opt, rank, range(4))
+    frozen, saved, state = params["w"].copy(), copy.deepcopy(params), copy.deepcopy(opt.state_dict())
+    for step in range(4, 8):
+        opt.step(params, {"w": None, "b": gradients(params, rank, step)["b"]})
+    np.testing.assert_array_equal(params["w"], frozen)
+    for name in params:
+        params[name][...] = saved[name]
+    opt.load_state_dict(state)
+    for _ in range(2):
+        opt.step(params, {"w": np.zeros((30, 20)), "b": np.zeros(20)})
+    assert abs(params["w"] - frozen).max() < 0.5  # the moments of the inner optimizer, not the way back
+
+
+def test_batches_without_samples_and_samples_that_only_some_ranks_give(local, rank, size):
+    params = {"w": np.zeros(3)}
+    opt = allred.distributed(optim.SGD(1.0), every=2, outer=optim.SGD(1.0))
+    opt.broadcast(params)
+    for _ in range(2):
+        opt.step(params, {"w": np.full(3, -1.0 if rank == 0 else np.nan)}, samples=5 * (rank == 0))
+    np.testing.assert_allclose(params["w"], 2)
+    assert (opt.global_step, opt.skipped) == (2, 0)
+    if size > 1:
+        opt.step(params, {"w": np.zeros(3)}, samples=3 if rank else None)
+        with pytest.raises(InputError, match="some ranks gave no number of samples, but others did"):
+            opt.step(params, {"w": np.zeros(3)}, samples=3 if rank else None)
+
+
+def test_ranks_that_skip_different_steps_end_together(local, rank, tmp_path):
+    params, opt = make(every=4, nonfinite="skip")
+    with allred.Session(str(tmp_path), max_steps=8) as session:
+        session.track(params=params, optimizer=opt)
+        while not session.should_stop():
+            grads = gradients(params, rank, session.step)
+            if session.step == rank + 1:
+                grads["b"][0] = np.inf
+            opt.step(params, grads)
+    assert (session.step, opt.global_step, opt.skipped) == (8, 8, 1)
+    assert len(set(allred.allgather_object(allred.digest(params)))) == 1
+
+
+def test_a_session_that_a_hook_stops_on_one_rank(local, rank, tmp_path):
+    class Stop(Hook):
+        def after_step(self, session, values):
+            if rank == 0 and session.step == 5:
+                session.request_stop("mine", everywhere=True)
+
+    params, opt = make(every=4)
+    with allred.Session(str(tmp_path), max_steps=40, hooks=[Stop()]) as session:
+        session.track(params=params, optimizer=opt)
+        while not session.should_stop():
+            opt.step(params, gradients(params, rank, session.step))
+    assert session.step == 8
+    assert len(set(allred.allgather_object(allred.digest(params)))) == 1
+
+
+def test_what_is_refused_or_tied(local, tmp_path):
+    w = np.zeros(4)
+    opt = allred.distributed(optim.SGD(1.0), every=4, fragments=2)
+    with pytest.raises(InputError, match="'a' and 'b' share memory; in mode local with fragments"):
+        opt.step({"a": w, "b": w}, {"a": np.ones(4), "b": np.ones(4)})
+    with pytest.raises(InputError, match=r"join\(\) cannot be used in mode local"):
+        allred.join()
+    session = allred.Session(str(tmp_path))
+    with pytest.raises(InputError, match="in mode local a session has one distributed optimizer"), session:
+        session.track(params=w, optimizer=allred.distributed(optim.SGD()), other=allred.distributed(optim.SGD()))

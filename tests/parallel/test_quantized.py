@@ -32,7 +32,7 @@ def decoded(numbers, compression):
     for start in range(0, numbers.size, 256):
         block = numbers[start : start + 256]
         largest = np.abs(block).max()
-        if not np.isfinite(block).all():
+        if not largest < 2.0**127:
             out[start : start + 256] = np.nan
         elif largest < 2.0**-120:
             out[start : start + 256] = 0
@@ -50,6 +50,8 @@ def parts(nbytes, count):
 
 def model(sums, hosts, compression, divisor, residuals=None):
     """Return the result of an allreduce of one array. sums: of each host, flat float32. residuals: of each host."""
+    with np.errstate(all="ignore"):
+        sums = [each / np.float32(divisor) for each in sums]
     result, window = np.empty_like(sums[0]), window_bytes(hosts)
     slices = min(map(len, hosts))
     with np.errstate(all="ignore"):
@@ -67,7 +69,6 @@ def model(sums, hosts, compression, divisor, residuals=None):
                     total = blocks[0].copy()
                     for block in blocks[1:]:
                         total += block
-                    total = total / np.float32(divisor)
                     if residuals is not None:
                         total = total + residuals[owner][at]
                     result[at] = decoded(total, compression)
@@ -143,7 +144,7 @@ def test_a_block_that_is_not_finite_is_nan_and_others_are_not(comm, compression,
 
 @pytest.mark.parametrize("compression", QUANTIZED)
 def test_zeros_and_denormal_numbers(comm, compression):
-    for value in (0.0, -0.0, 1e-40, 2.0**-121, 1e-30, 3e38):
+    for value in (0.0, -0.0, 1e-40, 2.0**-121, 1e-30, 1e38, 3e38):
         x = np.full((100, 100), value, np.float32)
         found = comm.allreduce(x, allred.Average, "", compression).wait()
         if comm.name == "tcp":
@@ -242,20 +243,8 @@ def test_what_was_sent_and_the_residuals_are_what_was_given(comm, compression, o
     for ranks, right in zip(hosts, kept, strict=True):  # each rank of a host has its own part
         np.testing.assert_array_equal(np.sum([every[rank] for rank in ranks], axis=0), right)
         assert right.any()
-    lost = model_loss(kept, hosts, divisor)
+    lost = np.sum(kept, axis=0, dtype=np.float64)
     np.testing.assert_allclose(received.ravel() + lost, given.ravel(), atol=scale * steps * 2.0**-22)
-
-
-def model_loss(kept, hosts, divisor):
-    """What the residuals add up to, in numbers of the result: a host's own block has the error of the result."""
-    total, window = np.zeros(kept[0].size), window_bytes(hosts)
-    for start in range(0, kept[0].nbytes, window):
-        for slice_start, slice_end in parts(min(window, kept[0].nbytes - start), min(map(len, hosts))):
-            for owner, (begin, end) in enumerate(parts(slice_end - slice_start, len(hosts))):
-                at = slice((start + slice_start + begin) // 4, (start + slice_start + end) // 4)
-                for host, each in enumerate(kept):
-                    total[at] += each[at].astype(np.float64) / (1 if host == owner else divisor)
-    return total
 
 
 @pytest.mark.parametrize("steps_of", [(Compression.int8, 127), (Compression.int4, 7)])

@@ -120,7 +120,7 @@ def optimizers_of_horovod_accumulation_and_closures():
         return loss
 
     losses = [float(optimizer.step(closure)) for _ in range(6)]
-    assert losses[-1] < losses[0]
+    assert min(losses) < 0.9 * losses[0], losses
     optimizer.allred.round()
     assert (
         len(set(allred.allgather_object(allred.digest({n: p.detach().numpy() for n, p in model.named_parameters()}))))
@@ -146,6 +146,39 @@ def a_session():
 
     assert run(10) is None
     assert run(20) == 10
+
+
+@case
+def a_step_that_a_scaler_of_torch_leaves_out_on_one_rank_counts_on_all():
+    for _ in range(2):
+        model = net()
+        optimizer = torch.optim.Adam(named(model), lr=0.01)
+        allred.distributed(optimizer, every=4, nonfinite="ignore")
+        optimizer.allred.broadcast(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step in range(20):
+            optimizer.zero_grad()
+            x, y = batch(step, RANK)
+            loss = functional.cross_entropy(model(x), y) * (float("inf") if (RANK, step) in ((1, 3), (1, 6)) else 1)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.allred.round()
+        assert optimizer.allred.global_step == 20
+        assert "rounds: 5 exchanges" in optimizer.allred.summary()
+        digest = allred.digest({name: value.numpy() for name, value in model.state_dict().items()})
+        assert len(set(allred.allgather_object(digest))) == 1
+
+
+@case
+def what_is_refused():
+    table = nn.Embedding(10, 4, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    allred.distributed(optimizer, every=2)
+    with pytest.raises(InputError, match="sparse gradients are not available in mode local"):
+        table(torch.tensor([1])).sum().backward()
+    with pytest.raises(InputError, match="cannot be used in mode local"):
+        allred.join()
 
 
 @case

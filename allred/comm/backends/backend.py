@@ -92,7 +92,7 @@ class Backend(ABC):
 
     @abstractmethod
     def allreduce(self, flat: Array, op: ReduceOp, wire: int = 0) -> Steps[None]:
-        """Reduce `flat` in place. wire: the code of the 16-bit dtype that float32 and float64 are sent as; 0: none."""
+        """Reduce `flat` in place. wire: the type in which its numbers are sent, the value of a Compression; 0: none."""
 
     @abstractmethod
     def broadcast(self, data: Array, root: int) -> Steps[None]:

@@ -36,6 +36,8 @@ _LARGEST = {
     ("float64", Compression.fp16): 0x40EFFC00,
     ("float32", Compression.bf16): 0x7F7F0000,
     ("float64", Compression.bf16): 0x47EFE000,
+    **{("float32", each): 0x7EFFFFFF for each in (Compression.int8, Compression.int4)},  # below 2**127
+    **{("float64", each): 0x47DFFFFF for each in (Compression.int8, Compression.int4)},
 }
 _NAMED = 3  # tensors named in an error; the others are counted
 
@@ -130,7 +132,10 @@ def overflow_of(plan: Plan, index: int, compression: Compression, more: str = ""
     """As `overflow`, for the sum of the gradient with this index."""
     name, _, dtype = plan.tensors[index]
     wire = (arrays.name_of(dtype), compression) in _LARGEST
-    limit = f"{arrays.DTYPES[compression.value]}, the wire dtype" if wire else arrays.name_of(dtype)
+    sent_as = f"{arrays.DTYPES[compression.value]}, the wire dtype"
+    if compression.is_quantized:
+        sent_as = f"{compression.name} between hosts, 2**127"
+    limit = sent_as if wire else arrays.name_of(dtype)
     return (
         f"every rank's gradient is finite, but the sum over the ranks of {nest.quoted(name)}{more} is not: it exceeds "
         f"the largest number of {limit}; the gradients may be overwritten"
