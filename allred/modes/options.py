@@ -3,10 +3,13 @@ sync (sync.py) and mode ps (ps.py): `Mode` and `SessionSupport`.
 """
 
 import dataclasses
+import numbers
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
 
 from allred import nest
 from allred.arrays import Array
@@ -113,7 +116,7 @@ class StepOptions:
             raise InputError(
                 f"outer={self.outer!r}: expected an optimizer of allred.optim, such as allred.optim.SGD(0.7)"
             )
-        if not (isinstance(self.mix, (int, float)) and 0 <= self.mix < 1):
+        if not (isinstance(self.mix, (numbers.Real, np.floating)) and 0 <= self.mix < 1):
             raise InputError(f"mix={self.mix!r} must be a number from 0, and less than 1")
 
     def with_settings(self, settings: Any) -> "StepOptions":

@@ -30,6 +30,7 @@ from allred.arrays import Array
 from allred.comm import functions
 from allred.comm.arguments import memory_conflicts
 from allred.comm.communicator import Communicator
+from allred.comm.header import mix
 from allred.comm.ops import Compression, ReduceOp
 from allred.comm.work import Work
 from allred.errors import DriftError, InputError, NonFiniteError
@@ -227,14 +228,18 @@ class Rounds:
         self._weights[number], self._counted[number] = 0.0, True
         changes = [self._change(name, leaves[name]) for name in names]
         lost = not all(np.isfinite(change).all() for change in changes)
-        weight = 0.0 if lost else round(weight * _WEIGHT_UNIT) / _WEIGHT_UNIT
+        units = 0 if lost or not weight else max(1, round(weight * _WEIGHT_UNIT))
+        weight = units / _WEIGHT_UNIT
         for change in changes:
             if weight == 0:
                 change[...] = 0
             else:
                 np.multiply(change, weight, out=change)
-        hashed = sum(native.hashes([arrays.as_bytes(self.base[name]) for name in names])) % 2**_HASH_BITS
-        numbers = int(weight * _WEIGHT_UNIT), 1, lost, counted, hashed, hashed * hashed
+        hashed = 0
+        for found in native.hashes([arrays.as_bytes(self.base[name]) for name in names]):
+            hashed = mix(hashed, found)
+        hashed >>= 64 - _HASH_BITS  # each bit has an effect on the upper ones only
+        numbers = units, 1, lost, counted, hashed, hashed * hashed
         record = np.array(numbers, np.int64)  # integers are not compressed
         name = f"{self._title}: round of fragment {number} of {options.fragments}, {self.describe()}"
         if delay:
@@ -280,11 +285,11 @@ class Rounds:
             self._refuse("the parameters of all ranks are not finite")
         if weight:
             self._move_base(exchange, weight / _WEIGHT_UNIT)
-        mix = self._options.mix if exchange.delayed and not exchange.lost else 0.0
+        share = self._options.mix if exchange.delayed and not exchange.lost else 0.0
         for name in exchange.names:
             leaf = leaves[name]
-            if mix:
-                leaf[...] = mix * leaf + (1.0 - mix) * self.base[name]
+            if share:
+                leaf[...] = share * leaf + (1.0 - share) * self.base[name]
             else:
                 leaf[...] = self.base[name]
         self.completed += 1

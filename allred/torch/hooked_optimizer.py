@@ -95,7 +95,8 @@ class HookedOptimizer(ModuleCheckpoints):
         self.reduction_agreement = ReductionAgreement(options.title)
         self._is_local = False  # inside of no_sync()
         self._averages = True  # else DistributedDataParallel does
-        self._last_grad: Any = None  # a weak reference to a gradient of the last reduction
+        self._last_grad: Any = None  # a weak reference to a gradient of the last reduction, and its version
+        self._in_closure = False  # during an update that evaluates the program's closure
         self._marks = options.op is not ReduceOp.AVERAGE or options.scaler is not None  # gradients are reduced once
         # The parameters when sparse gradients were agreed on; None: not yet.
         self._agreed_layout: tuple[Any, ...] | None = None
@@ -307,7 +308,7 @@ class HookedOptimizer(ModuleCheckpoints):
         if backward.names or backward.problem:
             self._backward = BackwardPass()
         mode.in_skipped_step = following.is_skipped
-        mode.continues_step = self._continues_step(mode)
+        mode.continues_step = self._continues_step()
         repeats = not (self._marks or backward.problem or self._agreed_layout is None or self._has_overlap())
         values = adapter.repeated_gradients() if repeats else None
         if values is None or not self._repeat_step(mode, values, samples):
@@ -317,12 +318,14 @@ class HookedOptimizer(ModuleCheckpoints):
             mark_reduced(self._trained())
         adapter.release_gradients()
 
-    def _continues_step(self, mode: SyncMode) -> bool:
-        """Whether these gradients belong to the step of the last reduction: a closure is evaluated again, or a backward
-        pass has added to them. Not after zero_grad(), which follows a step that torch's GradScaler has left out."""
+    def _continues_step(self) -> bool:
+        """Whether these gradients belong to the step of the last reduction: a closure is evaluated, or a backward pass
+        has added to them. Not after zero_grad(), which follows a step that torch's GradScaler has left out: there are
+        new gradients, or they have changed once more than by the addition."""
         grad = next((each.grad for _, each in self._adapter.named_parameters() if each.grad is not None), None)
-        last, self._last_grad = self._last_grad, None if grad is None else weakref.ref(grad)
-        return mode.update_interrupted or (last is not None and grad is not None and last() is grad)
+        last, self._last_grad = self._last_grad, None if grad is None else (weakref.ref(grad), grad._version)
+        is_sum = last is not None and grad is not None and last[0]() is grad and grad._version == last[1] + 1
+        return self._in_closure or is_sum
 
     def leave_averaging(self, module: Any) -> None:
         """Internal: average no gradients any more, because this DistributedDataParallel does. Raises InputError for
@@ -473,8 +476,12 @@ class HookedOptimizer(ModuleCheckpoints):
         """Call the method `step` of torch."""
         mode = self._sync_mode()
         mode.update_interrupted = True  # until the end of the update
-        with contextlib.nullcontext() if arguments else arena.paused():  # a closure allocates gradients
-            result = self._adapter.update_parameters(*arguments)
+        self._in_closure = bool(arguments)
+        try:
+            with contextlib.nullcontext() if arguments else arena.paused():  # a closure allocates gradients
+                result = self._adapter.update_parameters(*arguments)
+        finally:
+            self._in_closure = False
         mode.update_interrupted = False
         self._end_step()
         mode.commit(used=True)

@@ -381,3 +381,27 @@ def test_what_is_refused_or_tied(local, tmp_path):
     session = allred.Session(str(tmp_path))
     with pytest.raises(InputError, match="in mode local a session has one distributed optimizer"), session:
         session.track(params=w, optimizer=allred.distributed(optim.SGD()), other=allred.distributed(optim.SGD()))
+
+
+@pytest.mark.parametrize("value", [1.0, 1.5, 2.0])
+def test_a_parameter_that_appears_later_and_differs_is_found(local, rank, size, value):
+    if size == 1:
+        pytest.skip("one rank has no others")
+    params, late = {"w": np.zeros(3)}, np.full(4, value * (rank > 0))
+    opt = allred.distributed(optim.SGD(0.1), every=4)
+    opt.broadcast(params)
+    opt.step(params, {"w": np.ones(3)})
+    params["b"] = late
+    for _ in range(2):
+        opt.step(params, {"w": np.ones(3), "b": np.ones(4)})
+    with pytest.raises(DriftError, match="parameter 'b' of rank"):
+        opt.step(params, {"w": np.ones(3), "b": np.ones(4)})
+
+
+def test_numbers_of_samples_that_change_a_million_times(local):
+    params = {"w": np.zeros(1)}
+    opt = allred.distributed(optim.SGD(1.0), every=2, outer=optim.SGD(1.0), mix=np.float32(0.5))
+    opt.broadcast(params)
+    for samples in (10**7, 1, 1, 1, 1, 1):
+        opt.step(params, {"w": np.ones(1)}, samples=samples)
+    assert params["w"].tolist() == [-6]

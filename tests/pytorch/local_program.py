@@ -108,7 +108,7 @@ def optimizers_of_horovod_accumulation_and_closures():
         == 1
     )
     model = net()
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4, line_search_fn="strong_wolfe")
     allred.distributed(optimizer, every=2)
     optimizer.allred.broadcast(model)
 
@@ -121,6 +121,8 @@ def optimizers_of_horovod_accumulation_and_closures():
 
     losses = [float(optimizer.step(closure)) for _ in range(6)]
     assert min(losses) < 0.9 * losses[0], losses
+    assert optimizer.allred.global_step == 6
+    assert "rounds: 3 exchanges" in optimizer.allred.summary()
     optimizer.allred.round()
     assert (
         len(set(allred.allgather_object(allred.digest({n: p.detach().numpy() for n, p in model.named_parameters()}))))
@@ -150,14 +152,14 @@ def a_session():
 
 @case
 def a_step_that_a_scaler_of_torch_leaves_out_on_one_rank_counts_on_all():
-    for _ in range(2):
+    for to_none in (True, False):
         model = net()
         optimizer = torch.optim.Adam(named(model), lr=0.01)
         allred.distributed(optimizer, every=4, nonfinite="ignore")
         optimizer.allred.broadcast(model)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         for step in range(20):
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=to_none)
             x, y = batch(step, RANK)
             loss = functional.cross_entropy(model(x), y) * (float("inf") if (RANK, step) in ((1, 3), (1, 6)) else 1)
             scaler.scale(loss).backward()
