@@ -11,7 +11,7 @@ INIT = "import allred; allred.init(); print(allred.rank(), 'of', allred.size(), 
 
 
 BAD = {
-    ("ALLRED_MODE", "pz"): "ALLRED_MODE='pz' is not available; choose one of sync, ps",
+    ("ALLRED_MODE", "pz"): "ALLRED_MODE='pz' is not available; choose one of sync, local, ps",
     ("ALLRED_BACKEND", "single"): "backend 'single' is for one rank, but there are 2; use auto, shm or mpi",
     ("ALLRED_BUCKETS", "1"): "unknown variable ALLRED_BUCKETS; did you mean ALLRED_BUCKET_BYTES?",
 }
