@@ -23,7 +23,8 @@ except ModuleNotFoundError as error:
 
 import _allred_torch
 from allred.torch import elastic
-from allred.torch.compression_hooks import int4_hook, int8_hook
+from allred.torch.compression_hooks import int4_hook as int4_hook  # not in __all__, which has Horovod's names
+from allred.torch.compression_hooks import int8_hook as int8_hook
 from allred.torch.horovod.allreduce import (
     Adasum,
     Average,
@@ -145,8 +146,6 @@ __all__ = [
     "grouped_reducescatter",
     "grouped_reducescatter_async",
     "init",
-    "int4_hook",
-    "int8_hook",
     "is_homogeneous",
     "is_initialized",
     "join",
