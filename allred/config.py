@@ -36,11 +36,11 @@ class Config:
     mode: str = _setting(
         "sync",
         "training mode. `sync`: all ranks average gradients and update; `local`: each rank trains alone, and all "
-        "average their parameters every `ALLRED_EVERY` steps (docs/slow-links.md); `ps`: parameter servers "
+        "average their parameters every `ALLRED_LOCAL_STEPS` steps (docs/slow-links.md); `ps`: parameter servers "
         "(docs/modes.md)",
         choices=("sync", "local", "ps"),
     )
-    every: int = _count(32, "mode `local`: number of steps from one round to the next", "steps", 1)
+    local_steps: int = _count(32, "mode `local`: number of steps from one round to the next", "steps", 1)
     num_ps: int = _count(1, "mode `ps`: number of parameter servers; these are the first ranks", "ranks", 1)
     consistency: str = _setting(
         "async",

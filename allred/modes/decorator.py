@@ -84,7 +84,7 @@ class _Distributed:
         use_locking: whether a pull returns a consistent version of the parameters of each server.
 
     Mode local only (docs/slow-links.md):
-        every: steps from one round to the next; default: the setting of that name.
+        every: steps from one round to the next; default: the setting `local_steps`, 32.
         outer: the optimizer of allred.optim that applies the mean of the ranks' changes; default:
             `allred.optim.SGD(0.7, momentum=0.5, nesterov=True)`.
         fragments: the number of parts of the parameters, whose rounds begin at different steps.

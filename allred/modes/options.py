@@ -121,7 +121,7 @@ class StepOptions:
 
     def with_settings(self, settings: Any) -> "StepOptions":
         """Return the options of mode local, with the settings in place of None. Raises InputError."""
-        every = settings.every if self.every is None else self.every
+        every = settings.local_steps if self.every is None else self.every
         if self.delay >= every or self.fragments > every:
             raise InputError(
                 f"{self.name}: every={every} must be more than delay={self.delay}, and not less than "

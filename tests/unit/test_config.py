@@ -33,13 +33,13 @@ def test_arguments_override_variables():
         (
             "ALLRED_SERVERS",
             "2",
-            "unknown variable ALLRED_SERVERS; known variables are ALLRED_MODE, ALLRED_EVERY, ALLRED_NUM_PS, ",
+            "unknown variable ALLRED_SERVERS; known variables are ALLRED_MODE, ALLRED_LOCAL_STEPS, ALLRED_NUM_PS, ",
         ),
         ("ALLRED_mode", "sync", "unknown variable ALLRED_mode; did you mean ALLRED_MODE?"),
         (
             "ALLRED_QQQQ_WWWW",
             "1",
-            "unknown variable ALLRED_QQQQ_WWWW; known variables are ALLRED_MODE, ALLRED_EVERY, ALLRED_NUM_PS",
+            "unknown variable ALLRED_QQQQ_WWWW; known variables are ALLRED_MODE, ALLRED_LOCAL_STEPS, ALLRED_NUM_PS",
         ),
         ("ALLRED_MODE", "fast", "ALLRED_MODE='fast' is not available; choose one of sync, local, ps"),
         ("ALLRED_NUM_PS", "0", "ALLRED_NUM_PS='0' is too small; it must be at least 1"),
