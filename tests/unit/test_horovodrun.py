@@ -190,12 +190,19 @@ def test_options_of_hosts_and_sizes(tmp_path):
 
 def test_elastic_options_watch_the_hosts_that_a_script_prints(tmp_path):
     script = tmp_path / "discover.sh"
-    script.write_text("#!/bin/sh\necho a:4\necho b\n")
-    script.chmod(0o755)
+
+    def replace(text):
+        """Write another script; the one before may be running."""
+        new = tmp_path / "new.sh"
+        new.write_text(text)
+        new.chmod(0o755)
+        new.replace(script)
+
+    replace("#!/bin/sh\necho a:4\necho b\n")
     options = ["-np", "2", "--host-discovery-script", str(script)]
     job = make(*options, "--slots-per-host", "3", "--max-np", "6", "--reset-limit", "5", "python", "train.py")
     assert job.find_hosts().slots == {"a": 4, "b": 3}
-    script.write_text(f"#!/bin/sh\nwhile [ ! -e {tmp_path}/go ]; do sleep 0.01; done\necho c:1\n")
+    replace(f"#!/bin/sh\nwhile [ ! -e {tmp_path}/go ]; do sleep 0.01; done\necho c:1\n")
     assert job.find_hosts().slots == {"a": 4, "b": 3}  # without a wait
     (tmp_path / "go").touch()
     answers = itertools.takewhile(lambda hosts: hosts.slots != {"c": 1}, iter(job.find_hosts, None))
@@ -203,7 +210,7 @@ def test_elastic_options_watch_the_hosts_that_a_script_prints(tmp_path):
     assert (job.target, job.min_np, job.max_np, job.restarts, job.watches_hosts) == (2, 2, 6, 5, True)
     job = make("-np", "2", "-H", "a:1,b:1", "--min-np", "1", "python", "train.py")
     assert (job.min_np, job.restarts > 1000, job.watches_hosts) == (1, True, False)
-    script.write_text("#!/bin/sh\necho no hosts >&2\nexit 3\n")
+    replace("#!/bin/sh\necho no hosts >&2\nexit 3\n")
     with pytest.raises(ConfigError, match=r"discover.sh failed with exit code 3: no hosts"):
         make(*options, "python", "train.py")
 
