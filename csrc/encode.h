@@ -36,7 +36,7 @@ int allred_encodes(int dtype, int wire);
 /* Tensors with fewer than two dimensions and at most this many elements are not quantized: biases, scales of layers. */
 #define ALLRED_EXEMPT_ELEMENTS 65536
 
-/* Return the encoded bytes of so many numbers; at most 5 * count. */
+/* Return the bytes of `count` encoded numbers, at most 5 * count. */
 size_t allred_encoded_bytes(int wire, size_t count);
 
 void allred_encode(int variant, int wire, char *to, const float *from, float *residual, size_t count);

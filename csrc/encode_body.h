@@ -1,6 +1,6 @@
 /* The quantizing kernels for one instruction set; encode.c includes this file once for each VARIANT. */
 
-/* Return the largest magnitude, as bits of float32: those of a NaN and of infinity are larger than all others. */
+/* Return the largest magnitude, as bits of float32. NaN and infinity have larger bits than all other numbers. */
 static inline int32_t VARIANT(largest)(const float *from, size_t count) {
   const int32_bits *bits = (const int32_bits *)from;
   int32_t most = 0;

@@ -98,7 +98,7 @@ typedef struct allred_network {
 #define ALLRED_SCRATCH_BYTES ((size_t)1 << 18)
 
 /* Return the bytes of shared memory of a host with this many ranks; of the smallest window; of a message; of the memory
- * for compressed allreduces, of which little is used before the first one. */
+ * for compressed allreduces, which the first of them begins to use. */
 size_t allred_network_bytes(int local_ranks, int all_ranks, size_t window_bytes);
 static inline size_t allred_least_window_bytes(int hosts) { return (2 * (size_t)hosts + 2) * ALLRED_LINE; }
 size_t allred_message_bytes(const allred_network *network);

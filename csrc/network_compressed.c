@@ -10,7 +10,7 @@
  *   4  end      when all results are sent and received, the window has crossed
  *
  * Each connection carries, in each direction, C(0), C(1), C(2), R(0), C(3), R(1), ..., and the last results. So while a
- * host waits for the contributions to a window, those of the next two windows are under way.
+ * host waits for the contributions to a window, the contributions to the next two windows are under way.
  *
  * Windows without a wire type, of tensors that are not encoded, pass in the same way as they are.
  *

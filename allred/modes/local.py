@@ -38,7 +38,7 @@ def alone() -> Communicator:
 
 class LocalMode(SyncMode):
     """Mode local of one optimizer. Arguments: as of SyncMode; the options of the inner steps have no compression.
-    rounds: with those of the rounds."""
+    rounds: made with the options of the rounds."""
 
     saves_in_rounds = True
 
