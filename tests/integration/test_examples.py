@@ -181,7 +181,8 @@ def killed_at(step, ranks, directory):
     for entry in pathlib.Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             words, variables = ((entry / file).read_bytes().split(b"\0") for file in ("cmdline", "environ"))
-            if words[0].endswith(b"python") and f"{name}={value}".encode() in variables:
+            rank = words[0].endswith(b"python") and str(RESUME).encode() in words  # and not the watcher
+            if rank and f"{name}={value}".encode() in variables:
                 os.kill(int(entry.name), signal.SIGKILL)
                 break
     assert launched.wait(30) != 0
