@@ -83,12 +83,14 @@ class _Distributed:
             (name, shape, dtype) to the number of a server, or a dict {name: server}.
         use_locking: whether a pull returns a consistent version of the parameters of each server.
 
-    Mode local only (docs/slow-links.md):
-        every: steps from one round to the next; default: the setting `local_steps`, 32.
+    Mode local, and mode ps with `every` (docs/slow-links.md):
+        every: steps from one round to the next; default: the setting `local_steps`, 32. In mode ps, steps from one
+            exchange with the servers to the next; default: 1.
         outer: the optimizer of allred.optim that applies the mean of the ranks' changes; default:
-            `allred.optim.SGD(0.7, momentum=0.5, nesterov=True)`.
-        fragments: the number of parts of the parameters, whose rounds begin at different steps.
-        delay: the number of steps that the exchange of a fragment takes, while the ranks go on training.
+            `allred.optim.SGD(0.7, momentum=0.5, nesterov=True)`; in mode ps, policies async and bounded,
+            `SGD(1 / workers)`.
+        fragments: mode local: the number of parts of the parameters, whose rounds begin at different steps.
+        delay: mode local: the number of steps that the exchange of a fragment takes, while the ranks go on training.
         mix: with delay, the share of this rank's parameters after the exchange; the rest is that of all ranks.
 
     Raises TypeError for another target, InputError for an argument that cannot be used.

@@ -19,14 +19,13 @@ from allred.comm import functions
 from allred.comm.backends.backend import SingleBackend
 from allred.comm.communicator import Communicator
 from allred.comm.ops import ReduceOp
-from allred.errors import InputError
 from allred.fusion import Tensor
 from allred.modes.options import StepInput
 from allred.modes.rounds import Rounds
 from allred.modes.sync import SyncMode
 from allred.wording import count
 
-_OUTER = "the outer optimizer of mode local"  # key in checkpoints, which exist: keep it
+OUTER_STATE = "the outer optimizer of mode local"  # key in checkpoints, which exist: keep it
 
 
 def alone() -> Communicator:
@@ -130,13 +129,8 @@ class LocalMode(SyncMode):
     def broadcast(self, params: Any, tensors: list[Tensor], root: int, problem: str, values: bool) -> None:
         super().broadcast(params, tensors, root, problem, values)
         self._restart()
-        communicator, rounds = functions.current(), self._rounds
-        sent = None
-        if communicator.number == root:
-            sent = self._committed, rounds.outer_state() if values else None
-        self._committed, state = communicator.broadcast_object(sent, root, f"rounds of {self._title}").wait()
-        if values:
-            rounds.load_outer_state(state)
+        self._committed = functions.broadcast_object(self._committed, root, f"steps of {self._title}")
+        self._rounds.broadcast(params, tensors, root, values)
 
     def _restart(self) -> None:
         self._rounds.restart()
@@ -164,19 +158,14 @@ class LocalMode(SyncMode):
         return [(name, each) for name, each in views if isinstance(each, np.ndarray) and arrays.is_inexact(each.dtype)]
 
     def save(self, params: Any, extra: Any, copy: bool) -> Callable[[str], str]:
-        if not self._rounds.is_global:
-            raise InputError(
-                f"{self._title}: in mode local a checkpoint is written after a round: call opt.round() on all ranks "
-                "before opt.save()"
-            )
-        return super().save(params, extra, copy)
+        return super().save(self._rounds.global_parameters(params, self._leaves), extra, copy)
 
     def more_state(self) -> dict[str, Any]:
-        return {_OUTER: self._rounds.outer_state()}
+        return {OUTER_STATE: self._rounds.outer_state()}
 
     def load_more_state(self, state: dict[str, Any]) -> None:
-        if _OUTER in state:
-            self._rounds.load_outer_state(state[_OUTER])
+        if OUTER_STATE in state:
+            self._rounds.load_outer_state(state[OUTER_STATE])
         else:
             self._rounds.reset_outer()
 

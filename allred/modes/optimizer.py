@@ -94,7 +94,7 @@ class DistributedOptimizer:
         self._meta = {"kind": optimizer_kind(optimizer), "training": secrets.token_hex(8)}
         self._updates = updates_of(optimizer)  # also counts the updates of an optimizer whose wrapper is never used
         self._chosen: Mode | None = None
-        self._alone: Communicator | None = None  # of this rank; in mode local
+        self._alone: Communicator | None = None  # of this rank, which trains in rounds
         if context.serves():
             self._serve()
 
@@ -103,7 +103,11 @@ class DistributedOptimizer:
 
         self._check_mode()
         context.current().servers_return = False
-        serve_until_done(self.optimizer, self._options)
+        optimizer, options = self.optimizer, self._options
+        if self.trains_in_rounds:
+            options = self._options_of_rounds()
+            optimizer = options.outer
+        serve_until_done(optimizer, options)
         raise SystemExit(0)
 
     def _check_mode(self) -> None:
@@ -145,21 +149,40 @@ class DistributedOptimizer:
             if not sync and self._options.compression is not Compression.none:
                 log.info(f"{self.name}: compression has no effect in mode ps: gradients are sent uncompressed")
             arguments = self.optimizer, self._options, self._clipper, self._meta
-            if world.config().mode == "local":
+            if self.trains_in_rounds:
                 self._chosen = self._local_mode()
             else:
                 self._chosen = SyncMode(*arguments, self, self.new_reducer()) if sync else PsMode(*arguments)
         return self._chosen
 
+    @property
+    def trains_in_rounds(self) -> bool:
+        """Internal: whether each rank trains alone between two exchanges: mode local, and mode ps with `every`."""
+        mode = world.config().mode
+        return mode == "local" or (mode == "ps" and (self._options.every or 1) > 1)
+
+    def _options_of_rounds(self) -> StepOptions:
+        if not context.is_active():
+            return self._options.with_settings(world.config())
+        from allred.modes.ps_rounds import options_of_rounds
+
+        return options_of_rounds(self._options)
+
     def _local_mode(self) -> Mode:
         from allred.modes.local import LocalMode, alone
-        from allred.modes.rounds import Rounds
 
-        rounds = Rounds(self._options.with_settings(world.config()), self._options.title)
+        options = self._options_of_rounds()
         self._options = dataclasses.replace(self._options, compression=Compression.none, error_feedback=None)
         self._alone = alone()
         arguments = self.optimizer, self._options, self._clipper, self._meta, self, self.new_reducer()
-        return LocalMode(*arguments, rounds=rounds)
+        if not context.is_active():
+            from allred.modes.rounds import Rounds
+
+            return LocalMode(*arguments, rounds=Rounds(options, options.title))
+        from allred.modes.ps_rounds import PsLocalMode, PsRounds
+
+        rounds = PsRounds(options, options.title, self._meta)
+        return PsLocalMode(*arguments, rounds=rounds, save=lambda params: self.saving(params, None))
 
     def new_reducer(self) -> Reducer:
         """Internal: return the reducer of mode sync."""
@@ -269,9 +292,9 @@ class DistributedOptimizer:
 
     def _communicator(self) -> Communicator:
         """Return the communicator of this optimizer's ranks."""
-        if world.config().mode == "local":
+        if self._chosen is None:
             self._get_mode()
-            assert self._alone is not None
+        if self._alone is not None:
             return self._alone
         own = self.process_set
         return world.current().communicator if own is None else functions.current(own)
@@ -384,14 +407,15 @@ class DistributedOptimizer:
 
     def round(self) -> None:
         """Mode local: average the parameters of all ranks now, for example before an evaluation; then they are equal.
-        Collective. Mode sync and ps: no effect.
+        Collective. Mode ps with `every`: exchange with the servers now. Mode sync, and ps without: no effect.
 
         Example: `opt.round()`, then `accuracy = evaluate(params)` on any rank.
         """
         self._get_mode().round()
 
     def pull(self, params: Any) -> None:
-        """Mode ps: overwrite the parameters with those of the servers. Mode sync: no effect; they are equal."""
+        """Mode ps: overwrite the parameters with those of the servers; with `every`, the steps since the last exchange
+        are lost. Mode sync: no effect; they are equal."""
         self._get_mode().pull(params)
 
     def finish(self) -> None:
@@ -433,9 +457,8 @@ class DistributedOptimizer:
 
     def statistics(self) -> Statistics:
         """Mode ps: gradients, updates, bytes and staleness at the servers so far. Raises InputError in mode sync."""
-        mode = self._get_mode()
-        if isinstance(mode, PsMode):
-            return mode.statistics()
+        if (found := self._get_mode().statistics()) is not None:
+            return found
         raise InputError(
             f"{self.name}.statistics() needs parameter servers (mode ps), but this is mode {world.config().mode}; use "
             "summary()"

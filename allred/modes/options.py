@@ -25,6 +25,7 @@ from allred.optim.base import Optimizer
 from allred.optim.optimizers import SGD
 from allred.ps.consistency import Async, Bounded, Policy, Sync
 from allred.ps.placement import How, check_placement
+from allred.ps.protocol import Statistics
 from allred.ps.shard import locks
 from allred.validators import integer, positive
 
@@ -107,7 +108,7 @@ class StepOptions:
             )
 
     def _check_rounds(self) -> None:
-        """Check the options of mode local."""
+        """Check the options of rounds: of mode local, and of mode ps with `every`."""
         if self.every is not None:
             self._replace("every", integer("every", self.every, 1, "it counts steps"))
         self._replace("fragments", integer("fragments", self.fragments, 1, "it counts parts of the parameters"))
@@ -160,7 +161,8 @@ class StepOptions:
 
     def agreement(self, optimizer: Any, settings: Any) -> str:
         """Describe what must be the same on all ranks. The learning rate may differ: worker 0's is used."""
-        return f"{_describe(optimizer)}, {self.policy(settings)}, use_locking={self.locks(optimizer, settings)}"
+        every = f", every={self.every}" if self.every is not None and self.every > 1 else ""
+        return f"{_describe(optimizer)}, {self.policy(settings)}, use_locking={self.locks(optimizer, settings)}{every}"
 
     def describe(self, optimizer: Any) -> bytes | str:
         """Pickle the options and the optimizer for a server in `Server.join()`; return the reason if that fails."""
@@ -314,4 +316,8 @@ class Mode(SessionSupport):
     def load_more_state(self, state: dict[str, Any]) -> None: ...
     def round(self) -> None: ...
     def pull(self, params: Any) -> None: ...
+    def statistics(self) -> Statistics | None:
+        """Mode ps: return the statistics of the servers."""
+        return None
+
     def finish(self) -> None: ...

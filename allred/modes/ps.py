@@ -50,6 +50,8 @@ class PsMode(Mode):
 
     is_lockstep = False
     skipped = 0
+    counts_steps = True  # in the counters of this rank
+    weight = 1.0  # of the gradients of this worker in the mean of a step
     _waiting_s = 0.0
 
     def __init__(self, optimizer: Any, options: StepOptions, clipper: Clipper, meta: dict[str, str]) -> None:
@@ -179,7 +181,8 @@ class PsMode(Mode):
                 f"{self._title}: this worker has called {self._options.name}.finish(); it makes no more steps"
             )
         start, counters = time.perf_counter(), world.current().counters
-        counters.begin_step()
+        if self.counts_steps:
+            counters.begin_step()
         arena_attach()
         as_before, params_given = tensors is self._checked, leaves
         if not as_before:
@@ -209,6 +212,7 @@ class PsMode(Mode):
             return self._end_step(start, samples, 0)
         if self._sends_hyperparameters:
             self._send_hyperparameters(client)
+        client.weight = self.weight
         outcome = client.step(sources, absent, targets, self._lr.value(), self._stop_requested)
         if not as_before:
             ps_payload.put_back(leaves, targets)
@@ -232,7 +236,8 @@ class PsMode(Mode):
         """Count a step that began at `start`."""
         end = time.perf_counter()
         since_s = end - (self._ended_at or start)
-        world.current().counters.end_step(self.global_step, samples or 0, since_s, end - start, 0.0, nbytes)
+        if self.counts_steps:
+            world.current().counters.end_step(self.global_step, samples or 0, since_s, end - start, 0.0, nbytes)
         self._ended_at = end
         self._waiting_s += end - start
 

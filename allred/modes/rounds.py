@@ -34,6 +34,7 @@ from allred.comm.header import mix
 from allred.comm.ops import Compression, ReduceOp
 from allred.comm.work import Work
 from allred.errors import DriftError, InputError, NonFiniteError
+from allred.fusion import Tensor
 from allred.modes.options import StepOptions
 from allred.nest import quoted
 from allred.optim.base import optimizer_kind
@@ -70,6 +71,7 @@ class Rounds:
     def __init__(self, options: StepOptions, title: str) -> None:
         self._options, self._title = options, title
         self._every: int = options.every or 1
+        self._unit = 1.0  # samples that have weight 1
         self.base: dict[str, Array] = {}
         self.completed = self.lost = 0  # exchanges of fragments; those that this rank has lost its steps in
         self._sent_bytes = self._full_bytes = 0  # of changes: as they travelled, and without compression
@@ -145,7 +147,7 @@ class Rounds:
                 )
         if is_first:
             given = [each for each in self._compare(samples) if each is not None]
-            self._unit = max(1.0, float(np.mean(given))) if given else 1.0  # samples that have weight 1
+            self._unit = max(1.0, float(np.mean(given))) if given else 1.0
 
     def _compare(self, samples: int | None = None) -> list[int | None]:
         """Raise DriftError on all ranks if their bases differ. Collective. Returns the `samples` of all ranks."""
@@ -209,6 +211,23 @@ class Rounds:
         self._pending, self.base = [], {}
         self._begin_schedule()
         self.drop_errors()
+
+    def broadcast(self, params: Any, tensors: list[Tensor], root: int, values: bool) -> None:
+        """Begin with parameters that are equal on all ranks. Collective. values: whether the state of the outer
+        optimizer is copied from the root; else it is equal already."""
+        if values:
+            state = self.outer_state() if functions.current().number == root else None
+            self.load_outer_state(functions.broadcast_object(state, root, f"outer optimizer of {self._title}"))
+
+    def global_parameters(self, params: Any, leaves: dict[str, Array]) -> Any:
+        """Return the parameters of a checkpoint, a nest like `params`. leaves: the parameters of this rank. Raises
+        InputError between two rounds."""
+        if not self.is_global:
+            raise InputError(
+                f"{self._title}: in mode local a checkpoint is written after a round: call opt.round() on all ranks "
+                "before opt.save()"
+            )
+        return params
 
     def drop_errors(self) -> None:
         """Drop the errors of compression. On all ranks."""
@@ -294,10 +313,11 @@ class Rounds:
                 leaf[...] = self.base[name]
         self.completed += 1
         if exchange.lost:
-            self.lost += 1
-            log.warning(
-                f"{self._title}: the parameters of this rank were not finite; it begins again from those of others"
-            )
+            self._count_lost()
+
+    def _count_lost(self) -> None:
+        self.lost += 1
+        log.warning(f"{self._title}: the parameters of this rank were not finite; it begins again from those of others")
 
     def _move_base(self, exchange: _FragmentRound, weight: float) -> None:
         """Update the base. A parameter that no rank has changed, such as a frozen one, stays, whatever the momentum."""

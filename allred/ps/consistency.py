@@ -5,6 +5,8 @@
     Sync()                        a step is the mean of one gradient of every live worker
     Sync(replicas_to_aggregate=3) a step is the mean of the first 3 fresh gradients: with 4 workers there is one backup
                                   worker, and the last gradient of each step is dropped
+    Sync(replicas_to_aggregate=3, grace_s=2.0)
+                                  a step waits 2 seconds longer for the gradients of the other workers
 
 A policy is a record. Its coordinator, a state machine on server 0 without clock, socket or array, decides which workers
 may continue. The staleness of each gradient, which the statistics contain, is measured in step_handler.py.
@@ -14,7 +16,7 @@ import abc
 import dataclasses
 
 from allred.errors import InputError
-from allred.validators import integer
+from allred.validators import integer, non_negative
 from allred.wording import count
 
 
@@ -87,6 +89,15 @@ class Coordinator(abc.ABC):
         if sent:
             self._count(worker)
         self._release()
+
+    @property
+    def in_grace(self) -> bool:
+        """Whether the current step has the gradients that it needs, and waits for more until `close`."""
+        return False
+
+    def close(self) -> None:
+        """End the wait for more gradients: the current step ends with those that it has accepted."""
+        raise AssertionError("close: no step waits for more gradients than it needs")
 
     @property
     def _carries(self) -> str:
@@ -174,6 +185,9 @@ class SyncCoordinator(Coordinator):
         4  A worker that is done, or whose gradient was dropped, waits for a token, first come, first served: a fast
            worker may take several tokens of a step, and another none.
 
+    With `has_grace` a step accepts one gradient of each live worker, and no worker gets a second token of a step. From
+    `replicas_to_aggregate` gradients on it is `in_grace`, and `close` ends it.
+
     docs/from-tensorflow.md lists the differences from TensorFlow. A worker that leaves gives back its share. After a
     leave the queue is filled as if the step had begun with the live workers.
 
@@ -185,16 +199,30 @@ class SyncCoordinator(Coordinator):
 
     asks = True
 
-    def __init__(self, workers: int, replicas_to_aggregate: int | None) -> None:
+    def __init__(self, workers: int, replicas_to_aggregate: int | None, has_grace: bool = False) -> None:
         super().__init__(workers)
-        self._aggregate = replicas_to_aggregate
+        self._aggregate, self._has_grace = replicas_to_aggregate, has_grace
+        self._is_closed = False  # the current step
         self._local_step = [0] * workers
         self._given: list[int] = []  # workers whose gradients are done in this step
         self.issued = self._fill_queue()
 
     @property
     def needed(self) -> int:
-        return self._aggregate or len(self.live.union(self._given))
+        if self._is_closed:
+            return len(self._given) + self._phase.count("sending")
+        of_all = len(self.live.union(self._given))
+        return of_all if self._has_grace else self._aggregate or of_all
+
+    @property
+    def in_grace(self) -> bool:
+        return self._has_grace and not self._is_closed and len(self._given) >= (self._aggregate or 1)
+
+    def close(self) -> None:
+        if not self.in_grace:
+            raise AssertionError(f"close: the step has {len(self._given)} gradients, and needs {self._aggregate}")
+        self._is_closed = True
+        self._end_step()
 
     def begin(self, worker: int) -> bool:
         self._expect("begin", worker, "computing")
@@ -209,10 +237,11 @@ class SyncCoordinator(Coordinator):
 
     def ready(self) -> list[tuple[int, int]]:
         """Return the workers that get a token now, with its value."""
-        count = min(self._tokens, len(self._waiting)) if self._missing else 0
-        released, self._waiting = self._waiting[:count], self._waiting[count:]
-        self._tokens -= count
+        able = [worker for worker in self._waiting if not (self._has_grace and worker in self._given)]
+        released = able[: self._tokens] if self._missing else []
+        self._tokens -= len(released)
         for worker in released:
+            self._waiting.remove(worker)
             self._phase[worker] = "computing"
             self._local_step[worker] = self.global_step
         return [(worker, self.global_step) for worker in released]
@@ -235,6 +264,7 @@ class SyncCoordinator(Coordinator):
         if self._given and len(self._given) == self.needed:
             self.global_step += 1
             self._given.clear()
+            self._is_closed = False
             self.issued += self._fill_queue()
 
     def _fill_queue(self) -> int:
@@ -297,6 +327,8 @@ class Sync:
     replicas_to_aggregate: number of gradients in a step, an integer >= 1. Fewer than the workers: the others are backup
     workers. More: workers give several. None: one gradient of every worker that has not left.
     total_num_replicas: number of workers, as in TensorFlow; None: any.
+    grace_s: with replicas_to_aggregate, how many seconds a step waits for the other workers' gradients when it has
+    these; a number >= 0. Then each worker gives at most one gradient in a step. None: a step ends at once.
     Raises InputError.
 
     >>> Sync(replicas_to_aggregate=3, total_num_replicas=4).describe()
@@ -305,8 +337,13 @@ class Sync:
 
     replicas_to_aggregate: int | None = None
     total_num_replicas: int | None = None
+    grace_s: float | None = None
 
     def __post_init__(self) -> None:
+        if self.grace_s is not None:
+            object.__setattr__(self, "grace_s", non_negative("Sync", "grace_s", self.grace_s))
+            if self.replicas_to_aggregate is None:
+                raise InputError("Sync: grace_s needs replicas_to_aggregate, the number of gradients before it begins")
         for field, meaning in (
             ("replicas_to_aggregate", "one gradient of every worker"),
             ("total_num_replicas", "any"),
@@ -324,6 +361,10 @@ class Sync:
             if needed is None
             else f"the first {count(needed, 'fresh gradient')}, later ones are dropped"
         )
+        if self.grace_s is not None:
+            text = (
+                f"sync: a step is the mean of {count(needed or 0, 'gradient')} and those of the next {self.grace_s:g} s"
+            )
         if total is not None:
             text += f"; {count(total, 'worker')}"
             if needed is not None and needed < total:
@@ -339,7 +380,7 @@ class Sync:
                 f"Sync: total_num_replicas is {self.total_num_replicas}, but the number of workers is {workers}; "
                 f"leave it out, or start {self.total_num_replicas} workers"
             )
-        return SyncCoordinator(workers, self.replicas_to_aggregate)
+        return SyncCoordinator(workers, self.replicas_to_aggregate, self.grace_s is not None)
 
 
 Policy = Async | Bounded | Sync

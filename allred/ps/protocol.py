@@ -32,17 +32,19 @@ BEGIN, PUSH, DONE, PULL, ABSENT, INIT, DRAIN = (1 << bit for bit in range(7))
 
 DROPPED, DRAINING = (1 << bit for bit in range(2))  # of replies. DRAINING: a rank was asked to stop, so all must stop
 
-_REQUEST = struct.Struct("<Iqqd36x")
+_REQUEST = struct.Struct("<Iqqdd28x")
 _REPLY = struct.Struct("<Iqqq36x")
 
 
 class StepRequest(NamedTuple):
-    """flags; the worker's step; the version it pulled last; its learning rate, NaN for no change."""
+    """flags; the worker's step; the version it pulled last; its learning rate, NaN for no change; the weight of its
+    gradient in the mean of its step."""
 
     flags: int
     step: int
     version: int
     lr: float
+    weight: float = 1.0
 
 
 class StepReply(NamedTuple):

@@ -67,6 +67,7 @@ class ServerLoop:
             self._check_silent(waits_here=True)
             if self.step_handler.draining:
                 self.step_handler.release()
+            self.step_handler.end_grace(time.monotonic())
             if self.step_handler.locking:
                 if not self._turns:
                     self._receive(wait=True)

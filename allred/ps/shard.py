@@ -143,8 +143,8 @@ class Update(NamedTuple):
 
 class Shard:
     """Parameters in `memory` (layout.nbytes bytes). skeleton: the nest of the model with the numbers of tensors as
-    leaves. in_place: whether a cell changes when its gradient arrives. version: number of updates. added: number of
-    gradients in the sum."""
+    leaves. in_place: whether a cell changes when its gradient arrives. version: number of updates. added, weights:
+    number of gradients in the sum, and the sum of their weights."""
 
     def __init__(self, layout: Layout, memory: Any, optimizer: Any, skeleton: Any) -> None:
         self.layout = layout
@@ -152,7 +152,7 @@ class Shard:
         self.params = layout.groups_of(memory)
         self.bytes = [part.view(np.uint8) for part in self._cells_of(self.params)]
         self.bytes_up, self.bytes_down = int(layout.up.sum()), sum(cell.size for cell in self.bytes)
-        self.added = 0
+        self.added, self.weights = 0, 0.0
         self._optimizer = optimizer
         self.in_place = splittable(optimizer)
         self._gradients = [layout.groups[cell.group].gradient for cell in layout.cells]
@@ -198,7 +198,7 @@ class Shard:
         if not self.in_place:
             self._step_whole(update.absent)
         self.version += 1
-        self.added = 0
+        self.added, self.weights = 0, 0.0
         self._seen.clear()
 
     def _update(self, update: Update, number: int, gradient: Array) -> None:
@@ -222,18 +222,20 @@ class Shard:
 
     # Gradients that are averaged: add each cell, end_add; then begin_mean, apply_mean of each cell, finish.
 
-    def add(self, number: int, cell: Any) -> None:
-        """Add one cell of a gradient to the sum."""
+    def add(self, number: int, cell: Any, weight: float = 1.0) -> None:
+        """Add one cell of a gradient to the sum, multiplied by the weight."""
         self._make_sums()
         total, gradient = self._sum_cells[number], np.frombuffer(cell, self._gradients[number])
+        gradient = gradient if weight == 1.0 else gradient * weight
         if self.added:
             np.add(total, gradient, out=total)
         else:
             total[...] = gradient
 
-    def end_add(self, absent: Collection[int] = ()) -> None:
+    def end_add(self, absent: Collection[int] = (), weight: float = 1.0) -> None:
         """End a gradient after its last cell. absent: pieces without a gradient, added as zeros."""
         self.added += 1
+        self.weights += weight
         self._seen.update(set(range(len(self.layout.pieces))) - set(absent))
 
     def begin_mean(self) -> Update:
@@ -242,7 +244,8 @@ class Shard:
 
     def apply_mean(self, update: Update, number: int) -> None:
         mean = self._sum_cells[number]
-        np.divide(view_as_real(mean), self.added, out=view_as_real(mean))
+        if self.weights:
+            np.divide(view_as_real(mean), self.weights, out=view_as_real(mean))
         if self.in_place:
             self._update(update, number, mean)
 

@@ -66,8 +66,9 @@ class StepHandler:
     turns: the requests in progress, in order; those that may continue are appended. shard: set by the registration.
     draining: whether a rank was asked to stop; then no step begins, and no leave completes one. starts: how often
     worker 0 has sent initial parameters. coordinator: the policy's state machine; on servers other than 0 it only knows
-    the live workers. locking: whether requests are handled one by one (shard.py: `locks`). sending: the workers that
-    are sending a gradient to all servers; on servers other than 0, those with a part of a gradient in the sum.
+    the live workers; with a grace time they apply a mean when the first request of the next step arrives. locking:
+    whether requests are handled one by one (shard.py: `locks`). sending: the workers that are sending a gradient to all
+    servers; on servers other than 0, those with a part of a gradient in the sum.
     """
 
     def __init__(self, server: int, policy: Any, workers: int, locking: bool) -> None:
@@ -81,6 +82,8 @@ class StepHandler:
         self._averages = bool(self.coordinator.asks)
         self._rows = [f"worker {worker}" for worker in range(workers)]  # of the timeline
         self._aggregate = getattr(policy, "replicas_to_aggregate", None)
+        self._grace_s: float | None = getattr(policy, "grace_s", None)
+        self._grace_ends: float | None = None  # of the current step
         self.sending: set[int] = set()
         self._in_sum: set[int] = set()  # workers that have a gradient in the sum
         self._readers: dict[int, MailboxPort] = {}  # workers that copy parameters
@@ -89,7 +92,7 @@ class StepHandler:
         self._lr = float("nan")
 
     def step(self, worker: int, port: Any, request: protocol.StepRequest) -> Steps[None]:
-        flags, step, version, lr = request
+        flags, step, version, lr, _ = request
         shard, staleness, dropped, given = self.require_shard(), 0, False, False
         self._readers.pop(worker, None)
         if self._averages and step > shard.version:
@@ -116,7 +119,7 @@ class StepHandler:
             )
             kind, nbytes = ("push+pull", shard.bytes_up + shard.bytes_down) if given else ("push", shard.bytes_up)
             with recorder.NO_SPAN if recorder.current is None else span(kind, "", nbytes, self._rows[worker]):
-                yield from self._push(worker, port, shard, flags, dropped, given)
+                yield from self._push(worker, port, shard, request, dropped, given)
             if given:  # reply before counting, so that the worker continues sooner
                 self._reply(port, shard, step + 1, 0, staleness)
                 self._count_pull(worker, port, shard)
@@ -130,6 +133,8 @@ class StepHandler:
             if worker in self.sending or not self._averages:
                 self.sending.discard(worker)
                 self.coordinator.done(worker)
+                if self._grace_s is not None:
+                    yield from self._end_step()
             self.parked[worker] = port, request, protocol.DROPPED * dropped, staleness
             self.release()
             return
@@ -152,6 +157,22 @@ class StepHandler:
         if asked & protocol.PULL:
             yield from self._give(worker, port, shard)
         self._reply(port, shard, step, flags, staleness)
+
+    def end_grace(self, now: float) -> None:
+        """End the current step if its grace time is over. now: of one clock, in seconds."""
+        if self._grace_s is None or self.draining:
+            return
+        if not self.coordinator.in_grace:
+            self._grace_ends = None
+        elif self._grace_ends is None:
+            self._grace_ends = now + self._grace_s
+        elif now >= self._grace_ends:
+            self.coordinator.close()
+            self.turns.append(Turn(None, self._end_closed_step()))
+
+    def _end_closed_step(self) -> Steps[None]:
+        yield from self._end_step()
+        self.release()
 
     def describe_waits(self) -> str:
         """Return which workers wait for which, as text; "" if none waits."""
@@ -200,8 +221,11 @@ class StepHandler:
 
     # Receiving gradients.
 
-    def _push(self, worker: int, port: Any, shard: Shard, flags: int, dropped: bool, gives: bool) -> Steps[None]:
+    def _push(
+        self, worker: int, port: Any, shard: Shard, request: protocol.StepRequest, dropped: bool, gives: bool
+    ) -> Steps[None]:
         """Receive the cells of a gradient or of initial parameters. gives: send each cell's parameters back."""
+        flags, weight = request.flags, request.weight
         starts = flags & protocol.INIT
         adds = self._averages and not starts
         absent: Collection[int] = ()
@@ -216,7 +240,7 @@ class StepHandler:
         elif starts:
             receive = shard.start
         elif adds:
-            receive = shard.add
+            receive = shard.add if weight == 1.0 else functools.partial(shard.add, weight=weight)
         else:
             update = shard.begin(absent)
             receive = functools.partial(shard.apply, update)
@@ -243,7 +267,7 @@ class StepHandler:
         if starts:
             self.starts += 1
         elif adds and not dropped:
-            shard.end_add(absent)
+            shard.end_add(absent, weight)
             self._in_sum.add(worker)
             yield from self._end_step()
         elif update is not None:
@@ -263,8 +287,13 @@ class StepHandler:
 
     def _end_step(self) -> Steps[None]:
         """Apply the mean of a step's gradients if the sum is complete."""
-        needed = self._aggregate or len(self.coordinator.live | self._in_sum)
-        if self.shard is not None and self.shard.added and self.shard.added >= needed:
+        if self.shard is None or not self.shard.added:
+            return
+        if self._grace_s is not None:  # only server 0 knows when
+            is_complete = self.coordinator.global_step > self.shard.version
+        else:
+            is_complete = self.shard.added >= (self._aggregate or len(self.coordinator.live | self._in_sum))
+        if is_complete:
             yield from self._apply_mean(self.shard)
 
     def _apply_mean(self, shard: Shard) -> Steps[None]:

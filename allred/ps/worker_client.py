@@ -98,13 +98,14 @@ os.register_at_fork(after_in_child=_refuse_in_child)
 class Client:
     """Client of the parameter servers for one optimizer on one worker.
 
-    step_number: the step that this worker may make now. Used by one thread at a time.
+    step_number: the step that this worker may make now. weight: of its gradients in the mean of a step. Used by one
+    thread at a time.
     """
 
     def __init__(self, context: Context, policy: Any, placement: Placement) -> None:
         coordinator = policy.coordinator(context.workers)
         self.placement = placement
-        self.step_number = 0
+        self.step_number, self.weight = 0, 1.0
         self._asks, self._waits = coordinator.asks, coordinator.waits
         self._context = context
         self._all_flags = _PUSH_PULL | protocol.BEGIN * self._asks | protocol.DONE * self._waits
@@ -301,7 +302,7 @@ class Client:
             if absent:
                 sources, cells = link.mark(absent, sources, cells)
                 here |= protocol.ABSENT
-            record = protocol.pack_request(here, self.step_number, link.version, lr)
+            record = protocol.pack_request(here, self.step_number, link.version, lr, self.weight)
             targets = _NOTHING if down is None else down[number]
             pending.append(link.begin(self._transport, record, sources, cells, targets))
         return pending

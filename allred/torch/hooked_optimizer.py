@@ -332,10 +332,10 @@ class HookedOptimizer(ModuleCheckpoints):
         arguments that have no effect then, and for parameters outside of it."""
         if not self._averages:
             return
-        if world.config().mode == "local":
+        if self.trains_in_rounds:
             raise InputError(
-                f"{self.name}: DistributedDataParallel averages gradients in each step; in mode local pass the module "
-                "inside of it, and do not train the DistributedDataParallel"
+                f"{self.name}: DistributedDataParallel averages gradients in each step; in mode local, and in mode ps "
+                "with every, pass the module inside of it, and do not train the DistributedDataParallel"
             )
         inside = {id(parameter) for parameter in module.parameters()}
         if outside := [name for name, each in self._adapter.named_parameters() if id(each) not in inside]:
@@ -383,8 +383,11 @@ class HookedOptimizer(ModuleCheckpoints):
                 mode.forget_order()
             self._agreed_layout = layout
         has_sparse = sparse.names or any(each.grad is not None and each.grad.is_sparse for each in parameters.values())
-        if has_sparse and world.config().mode == "local":
-            raise InputError(f"{self.name}: sparse gradients are not available in mode local; use sparse=False")
+        if has_sparse and self.trains_in_rounds:
+            raise InputError(
+                f"{self.name}: sparse gradients are not available in mode local, nor in mode ps with every; use "
+                "sparse=False"
+            )
         if has_sparse:
             problem = problem or sparse.refusal(parameters)
         if self._marks:
@@ -409,7 +412,7 @@ class HookedOptimizer(ModuleCheckpoints):
         return Reducer(self._options, self._options.title, self.reduction_agreement)
 
     def _is_in_mode_ps(self) -> bool:
-        return not isinstance(self._chosen, SyncMode) and context.is_active()
+        return context.is_active() and not isinstance(self._get_mode(), SyncMode)
 
     def _sync_mode(self) -> SyncMode:
         mode = self._get_mode()

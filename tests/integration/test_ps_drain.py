@@ -11,7 +11,7 @@ from allred import checkpoint
 
 # Three workers and two servers, which are ranks 0 and 1. ASKED: the ranks that get the signal.
 TRAINING = """
-opt = allred.distributed(allred.optim.SGD(lr=1.0))
+opt = allred.distributed(allred.optim.SGD(lr=1.0), every=EVERY)
 params = {"w": np.zeros(200_000), "b": np.zeros(3, np.float32)}
 ones = {"w": np.ones(200_000), "b": np.ones(3, np.float32)}
 opt.broadcast(params)
@@ -39,12 +39,12 @@ if me == 0:
 COMPUTES = "while me == 1 and step > 3 and len(list(here.glob(f'ended-{number}-*'))) < 2: time.sleep(0.01)"
 
 
-def case(directory, asked, policy="async", apart=False, computes="pass"):
+def case(directory, asked, policy="async", apart=False, computes="pass", every=1):
     settings = {"CHECKPOINT_DIR": directory, **{name.upper(): value for name, value in POLICIES[policy].items()}}
     env = {f"ALLRED_{name}": str(value) for name, value in settings.items()}
     if apart:
         env["ALLRED_PRETEND_NODES"] = "1,1,1,1,1"
-    return Case(f"ASKED = {asked}\n" + TRAINING.replace("COMPUTES", computes), servers=2, env=env)
+    return Case(f"ASKED, EVERY = {asked}, {every}\n" + TRAINING.replace("COMPUTES", computes), servers=2, env=env)
 
 
 def check_drained(said, directory, same):
@@ -71,6 +71,8 @@ def test_when_any_rank_is_asked_to_end_one_complete_checkpoint_is_written_and_al
         "worker-backup": ([4], "backup", False),
         "all-sync": (range(5), "sync", False),
         "server-sync-computes": ([0], "sync", False, COMPUTES),
+        "rounds-async": ([3], "async", False, "pass", 4),
+        "rounds-sync": ([0], "sync", False, "pass", 4),
     }
     cases = {name: case(tmp_path / name, *given) for name, given in asked.items()}
     cases["no directory"] = case("none", [0])

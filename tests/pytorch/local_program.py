@@ -189,7 +189,7 @@ def a_module_in_ddp_is_refused():
     ddp = nn.parallel.DistributedDataParallel(net())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     allred.distributed(optimizer, every=4)
-    with pytest.raises(InputError, match="in mode local pass the module inside of it"):
+    with pytest.raises(InputError, match="in mode local, and in mode ps with every, pass the module inside of it"):
         optimizer.allred.broadcast(ddp)
     dist.destroy_process_group()
 

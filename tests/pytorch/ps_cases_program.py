@@ -451,6 +451,34 @@ def without_a_checkpoint_all_workers_start_equal():
     check_equal_starts("none ps")
 
 
+@case(1)
+def rounds_of_two_workers():
+    """With `every`, policy sync and outer SGD(1) the parameters are the mean of what the workers would have alone."""
+    rank, policy = allred.rank(), allred.ps.Sync()
+    model = Net(seed=rank)
+    opt = allred.distributed(sgd(model), every=3, outer=allred.optim.SGD(1.0), consistency=policy)
+    opt.allred.broadcast(model)
+    alone = [copy.deepcopy(model) for _ in range(allred.size())]
+    optimizers = [sgd(each) for each in alone]
+    for step in range(STEPS):
+        train(model, opt, batch(step, rank))
+        for number, (each, plain) in enumerate(zip(alone, optimizers, strict=True)):
+            train(each, plain, batch(step, number))
+        if step % 3 == 2:
+            with torch.no_grad():
+                for each in zip(*(one.layers.parameters() for one in alone), strict=True):
+                    mean = sum(each) / len(each)
+                    for parameter in each:
+                        parameter.copy_(mean)
+    for one, two in zip(model.parameters(), alone[rank].parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+    opt.allred.save(ROOT / "rounds", model)
+    saved = copy.deepcopy(model)
+    train(model, opt, batch(0, rank))
+    assert opt.allred.restore(ROOT / "rounds", model) == STEPS
+    same(model.layers, saved.layers)
+
+
 def main():
     for servers, function in CASES:
         if sys.argv[1:] and function.__name__ not in sys.argv[1:]:

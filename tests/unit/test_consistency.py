@@ -29,6 +29,10 @@ POLICIES = [
     (Sync(3), 1),
     (Sync(3), 2),
     (Sync(7), 3),
+    (Sync(1, grace_s=1.0), 1),
+    (Sync(1, grace_s=1.0), 4),
+    (Sync(3, grace_s=0.0), 4),
+    (Sync(4, grace_s=1.0), 3),
 ]
 contract = pytest.mark.parametrize(("policy", "workers"), POLICIES, ids=lambda value: str(value))
 
@@ -48,9 +52,17 @@ class Job:
         self.applied = 0
         self.steps = 0
         self.let_go = [0] * workers
+        self.closed = False  # the current step, after its grace time
+        self.in_ended = 0  # gradients in the steps of sync that have ended
 
     def move(self):
         """One thing happens. False if nobody can do anything."""
+        if self.machine.in_grace and self.random.random() < 0.3:
+            assert self.policy.grace_s is not None
+            assert len(self.given) >= self.policy.replicas_to_aggregate
+            self.closed = True
+            self.machine.close()
+            self.notice()
         if self.random.random() < 0.8:  # several events may come before server 0 asks who is ready
             self.collect()
         able = self.able() or self.collect() or self.able()
@@ -114,11 +126,16 @@ class Job:
         if not isinstance(self.policy, Sync):
             assert self.steps == self.applied
             return
-        needed = self.policy.replicas_to_aggregate or len(set(self.phase).union(self.given))
+        of_all = len(set(self.phase).union(self.given))
+        needed = self.policy.replicas_to_aggregate or of_all
+        if self.policy.grace_s is not None:
+            assert len(set(self.given)) == len(self.given)  # no worker gives two
+            needed = len(self.given) + list(self.phase.values()).count("sending") if self.closed else of_all
         complete = len(self.given) == needed > 0
         assert self.steps == before + complete
         if complete:
-            self.given = []
+            self.in_ended += len(self.given)
+            self.given, self.closed = [], False
         else:
             assert self.machine.needed == needed
 
@@ -129,7 +146,8 @@ class Job:
         names = [worker for worker, _ in go]
         assert names == [worker for worker in self.waiting if worker in names]  # once each, longest wait first
         if isinstance(self.policy, Sync):
-            assert names == self.waiting[: len(names)]
+            able = [each for each in self.waiting if self.policy.grace_s is None or each not in self.given]
+            assert names == able[: len(names)]
         for worker, step in go:
             assert step == (self.machine.global_step if self.machine.asks else self.machine.accepted[worker])
             self.local_step[worker] = step
@@ -177,7 +195,9 @@ def test_the_gradients_of_a_long_run_are_all_accounted_for(policy, workers):
     for _ in range(40):
         job.play(25)
         machine, sending = job.machine, list(job.phase.values()).count("sending")
-        in_steps = machine.global_step * machine.needed + len(job.given) if machine.asks else machine.global_step
+        in_steps = job.in_ended + len(job.given) if machine.asks else machine.global_step
+        if machine.asks and policy.grace_s is None:
+            assert job.in_ended == machine.global_step * machine.needed
         assert sum(machine.accepted) == in_steps + sending
         assert machine.asks or machine.dropped == [0] * workers
 

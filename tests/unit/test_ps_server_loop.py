@@ -29,6 +29,7 @@ from allred.ps.protocol import (
     LeaveAndWait,
     Register,
     ShareFailure,
+    StepRequest,
     pack_request,
 )
 from allred.ps.run_steps import AllPending
@@ -37,7 +38,7 @@ from allred.ps.shard import locks
 from allred.ps.step_handler import Turn
 
 TENSORS = [Tensor("a", (3,), np.dtype("float32")), Tensor("b", (2,), np.dtype("float64"))]
-PULL_RECORD = pack_request(PULL, 0, 0, 1.0)
+PULL_RECORD = pack_request(PULL, 0, 0, 1.0, 1.0)
 
 
 class Transport:
@@ -187,7 +188,7 @@ def test_without_locking_it_locks_where_gradients_are_gathered(monkeypatch, poli
 
 
 def begin(served, worker, port, flags):
-    steps = served.step_handler.step(worker, port, (flags, 0, 0, float("nan")))
+    steps = served.step_handler.step(worker, port, StepRequest(flags, 0, 0, float("nan")))
     served._turns.append(Turn(worker, steps))
     return served._turns[-1]
 

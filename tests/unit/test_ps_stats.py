@@ -80,7 +80,7 @@ def test_a_histogram_has_few_rows():
 
 @pytest.mark.parametrize("step", [0, 1, 2**40])
 def test_records_survive_packing(step):
-    request = StepRequest(protocol.PUSH | protocol.PULL | protocol.DRAIN, step, step + 7, 0.125)
+    request = StepRequest(protocol.PUSH | protocol.PULL | protocol.DRAIN, step, step + 7, 0.125, 32.5)
     packed = pack_request(*request)
     assert len(packed) == RECORD_BYTES
     assert unpack_request(packed) == request
@@ -91,7 +91,7 @@ def test_records_survive_packing(step):
 
 
 def test_no_learning_rate_is_nan():
-    lr = unpack_request(pack_request(0, 0, 0, float("nan"))).lr
+    lr = unpack_request(pack_request(0, 0, 0, float("nan"), 1.0)).lr
     assert lr != lr
 
 

@@ -105,7 +105,7 @@ class Served:
         groups = self.shard.layout.groups
         return [np.full(g.elements, value, g.gradient).tobytes() for g in groups]
 
-    def ask(self, worker, flags, value=None, step=0, version=0, lr=NAN, absent=None):
+    def ask(self, worker, flags, value=None, step=0, version=0, lr=NAN, absent=None, weight=1.0):
         """Begin a request; `value` None: its cells do not come yet."""
         port = self.ports[worker]
         if absent is not None:
@@ -114,7 +114,7 @@ class Served:
             port.cells.append(np.array(marks, np.uint8).tobytes())
         if value is not None:
             port.cells.extend(self.cells(value))
-        return self.handler.step(worker, port, StepRequest(flags, step, version, lr))
+        return self.handler.step(worker, port, StepRequest(flags, step, version, lr, weight))
 
     def do(self, *arguments, **keywords):
         """A request to its end, and what comes of it; the worker's answer, if it has one."""
@@ -173,6 +173,43 @@ def test_a_late_gradient_is_dropped_and_counted():
     assert served.values() == {"a": -1.0, "b": -1.0}
     assert served.statistics.dropped == {1: 1}
     assert served.statistics.gradients == 1
+
+
+def test_a_step_waits_for_its_grace_time_and_weights_the_gradients():
+    served = Served(Sync(replicas_to_aggregate=2, grace_s=3.0), 5)
+    served.handler.end_grace(1.0)
+    served.do(0, SYNC, 1.0, weight=3.0)
+    served.handler.end_grace(2.0)  # too few
+    served.do(1, SYNC, 9.0)
+    for now in (2.5, 5.4):  # begins, and lasts
+        served.handler.end_grace(now)
+        assert served.shard.version == len(served.handler.turns) == 0
+    served.do(2, SYNC, 9.0, weight=0.0)
+    next(last := served.ask(3, SYNC))  # its cells do not come yet
+    served.handler.end_grace(5.5)  # the step takes this one, and no other
+    served.finish(())
+    assert served.shard.version == 0
+    served.ports[3].cells.extend(served.cells(8.0))
+    served.finish(last)
+    assert served.values() == {"a": -4.0, "b": -4.0}
+    assert [port.answers for port in served.ports] == [*[[(0, 1, 1, 0)]] * 4, []]
+    served.do(0, SYNC, 1.0, step=1)
+    served.do(1, SYNC, 1.0, step=1)
+    served.handler.end_grace(6.0)  # of the next step
+    assert served.shard.version == 1
+    served.handler.end_grace(9.0)
+    served.finish(())
+    assert served.shard.version == 2
+    assert served.do(2, SYNC, 100.0, step=1, version=1) == (DROPPED, 2, 2, 1)
+
+
+def test_gradients_of_weight_0_only_change_nothing():
+    served = Served(Sync(), 2, optimizer=optim.SGD(lr=1.0, momentum=0.5))
+    for step, weight in enumerate([1.0, 0.0, 0.0]):
+        for worker in (0, 1):
+            served.do(worker, SYNC, 2.0, step=step, absent=[] if weight else [0, 1], weight=weight)
+    assert served.values() == {"a": -2.0, "b": -2.0}
+    assert served.shard.version == 3
 
 
 def test_bounded_holds_the_fast_worker_back():
@@ -320,16 +357,21 @@ def test_a_users_own_optimizer_gets_the_nest_of_what_is_here():
 class Job:
     """Sync with several servers, and workers that do one thing after the other."""
 
-    def __init__(self, workers, servers=2, aggregate=None):
-        self.servers = [Served(Sync(aggregate), workers, server=s, servers=servers) for s in range(servers)]
+    def __init__(self, workers, servers=2, policy=None):
+        self.servers = [Served(policy or Sync(), workers, server=s, servers=servers) for s in range(servers)]
         self.steps = [0] * workers
 
-    def push(self, worker, value):
-        """A gradient to all servers. True if the worker may go on."""
-        assert not self.servers[0].do(worker, BEGIN, step=self.steps[worker]).flags
-        for served in self.servers:
-            served.do(worker, PUSH, value, step=self.steps[worker])
+    def push(self, worker, value, weight=1.0):
+        """A gradient to all servers. False if it is dropped."""
+        is_used = not self.servers[0].do(worker, BEGIN, step=self.steps[worker]).flags
+        for served in self.servers if is_used else ():
+            served.do(worker, PUSH, value, step=self.steps[worker], weight=weight)
         self.went_on(worker, self.servers[0].do(worker, DONE, step=self.steps[worker]))
+        return is_used
+
+    def end_grace(self, now):
+        self.servers[0].handler.end_grace(now)
+        self.servers[0].finish(())
 
     def went_on(self, worker, answer):
         if answer is not None:
@@ -373,38 +415,46 @@ def test_after_a_drain_a_leave_completes_no_step():
     assert job.pull(0)[1] == [1, 1]
 
 
+@pytest.mark.parametrize("policy", [Sync(), Sync(replicas_to_aggregate=3, grace_s=1.0)])
 @pytest.mark.parametrize("seed", range(30))
-def test_no_step_mixes_whatever_the_order(seed):
+def test_no_step_mixes_whatever_the_order(seed, policy):
     """Workers step and leave at random, and servers hear of leaves late and in orders of their own."""
     rng = np.random.default_rng(seed)
     servers = int(rng.integers(2, 4))
-    job, expected, given = Job(6, servers), [0.0], []  # parameters at each step; gradients of the one under way
+    # given: (weight, gradient) of the step under way. expected: the parameters at each step.
+    job, expected, given, dropped = Job(6, servers, policy), [0.0], [], 0
     living, waiting = set(range(6)), {}  # step of the gradient that a worker has given
     unheard = [[] for _ in range(servers)]
-    for _ in range(200):
+    for number in range(200):
         computing = sorted(living - set(waiting))
         if computing and rng.random() < 0.7:
             worker, value = int(rng.choice(computing)), float(2 ** rng.integers(0, 6))
-            found, versions = job.pull(worker)
-            assert found == pytest.approx([expected[job.steps[worker]]] * len(found))
-            assert versions == [job.steps[worker]] * servers
-            waiting[worker] = job.steps[worker]
-            given.append(value)
-            job.push(worker, value)
+            if job.steps[worker] == len(expected) - 1:  # else its gradient will be dropped
+                found, versions = job.pull(worker)
+                assert found == pytest.approx([expected[job.steps[worker]]] * len(found))
+                assert versions == [job.steps[worker]] * servers
+            waiting[worker], weight = job.steps[worker], float(rng.integers(1, 4))
+            if job.push(worker, value, weight):
+                given.append((weight, value))
+            else:
+                dropped += 1
         elif len(living) > 1 and rng.random() < 0.1:
             gone = int(rng.choice(sorted(living)))
             living.discard(gone)
             for each in unheard:
                 each.append(gone)
+        if rng.random() < 0.2:
+            job.end_grace(float(number))
         server = int(rng.integers(servers))
         if unheard[server] and rng.random() < 0.3:
             job.servers[server].leave(unheard[server].pop(int(rng.integers(len(unheard[server])))))
         if job.servers[0].handler.coordinator.global_step == len(expected):
-            expected.append(expected[-1] - sum(given) / len(given))
+            expected.append(expected[-1] - sum(w * value for w, value in given) / sum(w for w, _ in given))
             given = []
         job.hear()
         waiting = {worker: step for worker, step in waiting.items() if job.steps[worker] == step}
     assert len(expected) > 5
+    assert policy.grace_s is not None or dropped == 0
 
 
 def test_a_step_number_that_no_server_can_have_is_a_mistake():
