@@ -8,6 +8,9 @@
 4  the loop continues after the committed step: the samples of a lost step are dealt again over the new ranks
 
 A step is committed when its update is complete. agreement.py has the protocol, and why it is right.
+
+In mode local a committed step is an exchange of a round. Between two rounds each rank makes its own steps, which are
+not lost: the rank notices the change at the next round, and completes it in the next world with the others.
 """
 
 import dataclasses
@@ -39,6 +42,10 @@ class RecoverableOptimizer(Follower, Protocol):
     checks_operations: bool
 
     @property
+    def defers_changes(self) -> bool:
+        """Whether no world is to be formed now, because the ranks are between two rounds: mode local."""
+
+    @property
     def global_step(self) -> int: ...
 
     def refusal(self) -> str:
@@ -46,6 +53,11 @@ class RecoverableOptimizer(Follower, Protocol):
 
     def copy_state(self, params: Any, root: int) -> None:
         """Copy parameters and state from rank `root` to all. Collective."""
+
+    def complete_round(self, params: Any, has_state: bool) -> tuple[int, int]:
+        """Mode local: complete the round that the end of the last world has interrupted. Collective. has_state: whether
+        the parameters of this rank count. Return the number of exchanges, and the rank with the newest position in the
+        data; 0 exchanges if there is no such round."""
 
     def keep_settings(self) -> None:
         """Keep the settings that the program may change after a step: it does not know that this one is lost."""
@@ -162,7 +174,10 @@ class Recovery:
     @property
     def is_due(self) -> bool:
         """Whether the ranks change, so that `form` has to be called."""
-        return self._lost is not None or self._connection.is_poisoned()
+        if self._lost is None and not self._connection.is_poisoned():
+            return False
+        optimizer = self._optimizer
+        return optimizer is None or not optimizer.defers_changes or optimizer.interrupted or self._is_noticed
 
     def error(self) -> RanksChanged | None:
         """Return the error of a wait; None if the ranks do not change."""
@@ -206,27 +221,37 @@ class Recovery:
         """Complete a new world: copy the state from the source to all others, if one of them lacks it. Collective."""
         form = self._member.form
         assert form is not None
+        exchanges, source = 0, form.members.index(form.source)
+        newest = source
+        if form.step >= 0 and self._optimizer is not None:
+            has_state = self._member.phase == "running"
+            exchanges, newest = self._optimizer.complete_round(self._params, has_state)
         if form.receivers:
             assert self._optimizer is not None
-            source = form.members.index(form.source)
             self._optimizer.copy_state(self._params, source)
-            self._copy_position(source)
-            if self._member.phase == "receiving":
-                self._connection.send(self._member.received(form.step))
+        if form.receivers or exchanges:
+            self._copy_position(newest if exchanges else source, everywhere=exchanges > 0)
+        if self._member.phase == "receiving" and form.receivers:
+            self._connection.send(self._member.received(form.step))
+            self._member.step += exchanges
         if self._session is not None:
             self._session.begin_world()
 
-    def _copy_position(self, source: int) -> None:
-        """Copy the positions of the loops, and the state of the session, from rank `source`. Collective."""
+    def _copy_position(self, source: int, everywhere: bool) -> None:
+        """Copy the positions of the loops, and the state of the session, from rank `source` to the ranks that receive
+        the state. Collective. everywhere: copy the positions to all ranks."""
         mine: Any = None
         if functions.current().rank == source:
             loops_here = _LoopState(self._begun, {index: loop.committed for index, loop in self._loops.items()})
             mine = loops_here, None if self._session is None else self._session.send_state()
         loops_there, of_session = functions.broadcast_object(mine, source, "state of the loops")
-        if self._member.phase == "receiving":
+        receives = self._member.phase == "receiving"
+        if receives:
             self._received = loops_there
+        if receives or everywhere:
             for index, loop in self._loops.items():
                 loop.committed = loops_there.running.get(index)
+        if receives:
             if self._session is not None:
                 self._session.receive_state(of_session)
 
@@ -256,6 +281,8 @@ class Recovery:
     def use(self, optimizer: RecoverableOptimizer, params: Any) -> None:
         """Note the optimizer and the parameters of the training. Raises InputError if they cannot be recovered."""
         if self._commits is not None:
+            if optimizer.defers_changes:
+                raise InputError(f"{optimizer.name}: hvd.elastic cannot be used in mode local; use mode sync")
             self.follow(optimizer)
             return
         if self._optimizer is not optimizer:
@@ -375,16 +402,23 @@ class Recovery:
             if self._session is not None:
                 self._session.keep_state()
 
+    def keep_position(self) -> None:
+        """A step was made with the latest batches, which are not dealt again; in mode local a step of this rank."""
+        for loop in self._loops.values():
+            loop.committed = loop.position
+
     def commit(self, step: int) -> None:
         """A step is complete, with its update. step: the global step before it."""
-        if self._commits is not None:
-            return
+        if self._commits is None:
+            self.commit_exchange(step)
+            self.keep_position()
+
+    def commit_exchange(self, step: int) -> None:
+        """Mode local: an exchange is complete, with its update. step: as of `commit`."""
         member = self._member
         if member.phase == "receiving":
             self._connection.send(member.received(step))
         member.step += 1  # as `Member.committed`, which is slower
-        for loop in self._loops.values():
-            loop.committed = loop.position
 
     # Loops over batches.
 

@@ -19,6 +19,7 @@ from allred.comm import functions
 from allred.comm.backends.backend import SingleBackend
 from allred.comm.communicator import Communicator
 from allred.comm.ops import ReduceOp
+from allred.errors import RanksChanged
 from allred.fusion import Tensor
 from allred.modes.options import StepInput
 from allred.modes.rounds import Rounds
@@ -44,9 +45,13 @@ class LocalMode(SyncMode):
     def __init__(self, *arguments: Any, rounds: Rounds) -> None:
         super().__init__(*arguments)
         self._rounds, self._replica = rounds, None
+        rounds.on_exchange = self._commit_exchange
         self._leaves: dict[str, Array] = {}
         self._samples_of_step: int | None = None
         self._committed = 0  # steps of all ranks
+        self._is_complete = True  # whether the ranks are equal: no step was made since the last round
+        self._has_changed = False  # whether a change of the ranks has interrupted the exchange of the last step
+        self._has_state = True  # else this process has joined an elastic job, and its parameters do not count
         self._is_open = False  # whether a step has begun that is not committed
         self.continues_step = False  # set by a hooked torch optimizer: the next call of `step` is of the same step
 
@@ -83,15 +88,35 @@ class LocalMode(SyncMode):
 
     def commit(self, used: bool) -> None:
         rounds, lost = self._rounds, self._rounds.lost
-        self._is_open = False
+        self._is_open = self._is_complete = False
         self._committed += 1
-        rounds.end_step(self._leaves, self._samples_of_step)
-        if rounds.at_boundary:
-            self._average("buffers of the module", self._named_buffers())
+        if (recovery := world.current().recovery) is not None:
+            recovery.keep_position()
+        try:
+            self._end_step()
+        except RanksChanged:
+            if recovery is None or not recovery.absorbs():
+                raise
+            self._has_changed = True  # the next batch forms the next world, which completes the round
         if rounds.lost > lost:  # such as moments
             for _, state in self._states():
                 if not np.isfinite(state).all():
                     state[...] = 0
+
+    def _end_step(self) -> None:
+        self._rounds.end_step(self._leaves, self._samples_of_step)
+        if self._rounds.at_boundary:
+            self._average_buffers()
+
+    def _average_buffers(self) -> None:
+        self._average("buffers of the module", self._named_buffers())
+        self._commit_exchange()
+        self._is_complete = True
+
+    def _commit_exchange(self) -> None:
+        """In an elastic job: an exchange is complete."""
+        if self._has_state and (recovery := world.current().recovery) is not None:
+            recovery.commit_exchange(self._committed - 1)
 
     def _complete_step(self) -> None:
         """Count a step that has begun, and made no update: its loss scale was too large, or it has failed."""
@@ -102,8 +127,16 @@ class LocalMode(SyncMode):
     def round(self) -> None:
         """Make the parameters of all ranks equal. Collective."""
         self._complete_step()
+        try:
+            self._make_round()
+        except RanksChanged:
+            if (recovery := world.current().recovery) is None:
+                raise
+            recovery.form()  # that completes the round with the ranks that are left
+
+    def _make_round(self) -> None:
         self._rounds.round(self._leaves)
-        self._average("buffers of the module", self._named_buffers())
+        self._average_buffers()
 
     def _average(self, what: str, named: Sequence[tuple[str, Array]]) -> None:
         """Average arrays over the ranks in which all of them are finite, in place. Arrays that not all ranks have stay
@@ -114,7 +147,7 @@ class LocalMode(SyncMode):
             return
         common = set(table).intersection(*everyone)
         mine = [array for row, (_, array) in zip(table, named, strict=True) if row in common]
-        finite = all(np.isfinite(array).all() for array in mine)
+        finite = self._has_state and all(np.isfinite(array).all() for array in mine)
         sums = [array.copy() if finite else np.zeros_like(array) for array in mine]
         ranks = np.array([finite], np.int64)
         communicator.grouped_allreduce_blocking([*sums, ranks], True, ReduceOp.SUM, f"{self._title}: {what}")
@@ -134,7 +167,33 @@ class LocalMode(SyncMode):
 
     def _restart(self) -> None:
         self._rounds.restart()
-        self._leaves, self._is_open = {}, False
+        self._leaves, self._is_open, self._is_complete = {}, False, True
+
+    # Elastic jobs (membership/recovery.py).
+
+    @property
+    def defers_changes(self) -> bool:
+        return bool(self._leaves) and not self._has_changed
+
+    def begin_world(self) -> None:
+        self._has_changed = False
+        self._rounds.begin_world()
+
+    def complete_round(self, params: Any, has_state: bool) -> tuple[int, int]:
+        mine = has_state, self._committed, self._is_complete, list(self._rounds.base)
+        everyone = functions.allgather_object(mine, f"{self._title}: steps of the ranks that are left")
+        newest = max(range(len(everyone)), key=lambda rank: everyone[rank][:2])
+        if all(is_complete for counts, _, is_complete, _ in everyone if counts):
+            return 0, newest
+        _, self._committed, _, names = everyone[newest]
+        leaves = dict(nest.leaves(params)) | self._leaves
+        self._has_state = has_state
+        try:
+            self._rounds.complete({name: leaves[name] for name in names}, has_state)
+            self._average_buffers()
+        finally:
+            self._has_state = True
+        return self._rounds.fragments + 1, newest
 
     def load_state_dict(self, state: Any) -> None:
         super().load_state_dict(state)
@@ -142,7 +201,8 @@ class LocalMode(SyncMode):
         self._rounds.reset_outer()
 
     def before_checkpoint(self) -> None:
-        self.round()
+        self._complete_step()
+        self._make_round()
         self._rounds.drop_errors()
         self._average("the states of the optimizers", self._states())
 
@@ -186,11 +246,11 @@ class LocalMode(SyncMode):
 
     def end_of_step(self) -> bool:
         self._complete_step()
-        return self._rounds.at_boundary
+        return self.at_boundary
 
     @property
     def at_boundary(self) -> bool:
-        return self._rounds.at_boundary
+        return self._rounds.at_boundary and not self._has_changed  # a rank that has joined does not end this step
 
     # Texts.
 

@@ -382,9 +382,18 @@ class DistributedOptimizer:
     def begin_world(self) -> None:
         """Internal: forget what belongs to the last world, and a step that was lost there."""
         self._samples = SampleCount()
-        mode = self._get_mode()
-        if isinstance(mode, SyncMode):
-            mode.begin_world()
+        self._get_mode().begin_world()
+        if self._alone is not None:
+            self._alone.ranks = (functions.current().number,)
+
+    @property
+    def defers_changes(self) -> bool:
+        """Internal, for recovery.RecoverableOptimizer."""
+        return self._get_mode().defers_changes
+
+    def complete_round(self, params: Any, has_state: bool) -> tuple[int, int]:
+        """Internal, for recovery.RecoverableOptimizer."""
+        return self._get_mode().complete_round(params, has_state)
 
     def replicated(self, trained: dict[str, Any]) -> Any:
         """Internal, for allred.join: return the parameters to copy to ranks that have missed steps. trained: those of

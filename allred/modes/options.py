@@ -315,6 +315,16 @@ class Mode(SessionSupport):
 
     def load_more_state(self, state: dict[str, Any]) -> None: ...
     def round(self) -> None: ...
+    def complete_round(self, params: Any, has_state: bool) -> tuple[int, int]:
+        """See recovery.RecoverableOptimizer."""
+        return 0, 0
+
+    @property
+    def defers_changes(self) -> bool:
+        """See recovery.RecoverableOptimizer."""
+        return False
+
+    def begin_world(self) -> None: ...
     def pull(self, params: Any) -> None: ...
     def statistics(self) -> Statistics | None:
         """Mode ps: return the statistics of the servers."""

@@ -20,7 +20,7 @@ DiLoCo with overlapping communication. arXiv:2501.18512, 2025.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,7 +51,7 @@ class _FragmentRound(NamedTuple):
     number, names: of the fragment and its parameters. changes, record: sums over the ranks, when it is complete; of the
     weights of the ranks, of 1, of `lost`, of whether samples are known, of a hash of the base and of its square. lost:
     whether this rank begins again from the base. due: the step at which it is completed. delayed: whether the rank
-    makes steps before. sent_bytes: of the communicator before it."""
+    makes steps before. sent_bytes: of the communicator before it. weight, counted: of this rank's steps."""
 
     work: Work[list[Array]]
     number: int
@@ -62,6 +62,8 @@ class _FragmentRound(NamedTuple):
     due: int
     delayed: bool
     sent_bytes: int
+    weight: float
+    counted: bool
 
 
 class Rounds:
@@ -71,6 +73,9 @@ class Rounds:
     def __init__(self, options: StepOptions, title: str) -> None:
         self._options, self._title = options, title
         self._every: int = options.every or 1
+        self.fragments = options.fragments
+        self.on_exchange: Callable[[], None] = lambda: None  # called when the exchange of a fragment is complete
+        self._has_state = True  # else the parameters of this rank do not count
         self._unit = 1.0  # samples that have weight 1
         self.base: dict[str, Array] = {}
         self.completed = self.lost = 0  # exchanges of fragments; those that this rank has lost its steps in
@@ -183,7 +188,7 @@ class Rounds:
         weight = 1.0 if samples is None else samples / self._unit
         self._weights = [each + weight / self._every for each in self._weights]
         while self._pending and self._pending[0].due <= self.steps:
-            self._complete(self._pending.pop(0), leaves)
+            self._complete_first(leaves)
         for fragment in range(options.fragments):
             if (self.steps - self._every * (fragment + 1) // options.fragments) % self._every == 0:
                 self._begin(fragment, leaves, options.delay)
@@ -243,10 +248,10 @@ class Rounds:
 
     def _begin(self, number: int, leaves: dict[str, Array], delay: int) -> None:
         options, communicator = self._options, functions.current()
-        names, weight, counted = self._fragment(number), self._weights[number], self._counted[number]
-        self._weights[number], self._counted[number] = 0.0, True
+        names, own, counted = self._fragment(number), self._weights[number], self._counted[number]
         changes = [self._change(name, leaves[name]) for name in names]
         lost = not all(np.isfinite(change).all() for change in changes)
+        weight = own if self._has_state else 0.0
         units = 0 if lost or not weight else max(1, round(weight * _WEIGHT_UNIT))
         weight = units / _WEIGHT_UNIT
         for change in changes:
@@ -258,7 +263,7 @@ class Rounds:
         for found in native.hashes([arrays.as_bytes(self.base[name]) for name in names]):
             hashed = mix(hashed, found)
         hashed >>= 64 - _HASH_BITS  # each bit has an effect on the upper ones only
-        numbers = units, 1, lost, counted, hashed, hashed * hashed
+        numbers = (units, 1, lost, counted, hashed, hashed * hashed) if self._has_state else (0,) * 6
         record = np.array(numbers, np.int64)  # integers are not compressed
         name = f"{self._title}: round of fragment {number} of {options.fragments}, {self.describe()}"
         if delay:
@@ -270,7 +275,10 @@ class Rounds:
                 residual=self._residual(communicator, names, [*changes, record]),
             )  # fmt: skip
         due = self.steps + delay
-        self._pending.append(_FragmentRound(work, number, names, changes, record, lost, due, delay > 0, sent_bytes))
+        self._pending.append(
+            _FragmentRound(work, number, names, changes, record, lost, due, delay > 0, sent_bytes, own, counted)
+        )
+        self._weights[number], self._counted[number] = 0.0, True
 
     def _change(self, name: str, leaf: Array) -> Array:
         wide = arrays.accumulator(leaf.dtype)
@@ -284,14 +292,37 @@ class Rounds:
             self._residuals[key] = np.zeros(sum(each.size for each in group), np.float32)
         return self._residuals[key]
 
+    def begin_world(self) -> None:
+        """Take back the exchanges that a change of the ranks has interrupted: their steps count in the next round."""
+        for exchange in self._pending:
+            self._weights[exchange.number] += exchange.weight
+            self._counted[exchange.number] &= exchange.counted
+        self._pending = []
+        self.drop_errors()
+
+    def complete(self, leaves: dict[str, Array], has_state: bool) -> None:
+        """Make a round after a change of the ranks, whatever the number of steps. Collective. leaves: all parameters in
+        the order of the base of the others. has_state: whether those of this rank count."""
+        self.is_global, self._has_state = False, has_state
+        if not has_state or not self.base:
+            self.base = {name: leaf.copy() for name, leaf in leaves.items()}
+        try:
+            self.round(leaves)
+        finally:
+            self._has_state = True
+
     def _complete_all(self, leaves: dict[str, Array]) -> None:
         while self._pending:
-            self._complete(self._pending.pop(0), leaves)
+            self._complete_first(leaves)
+
+    def _complete_first(self, leaves: dict[str, Array]) -> None:
+        with span("round", f"{self._title}: end of a round"):
+            self._pending[0].work.wait()  # if the ranks change, `begin_world` takes it back
+        self._complete(self._pending.pop(0), leaves)
+        self.on_exchange()
 
     def _complete(self, exchange: _FragmentRound, leaves: dict[str, Array]) -> None:
-        """Wait for an exchange, and move the base and the parameters."""
-        with span("round", f"{self._title}: end of a round"):
-            exchange.work.wait()
+        """Move the base and the parameters by an exchange that is complete."""
         self._sent_bytes += functions.current().sent_bytes - exchange.sent_bytes
         self._full_bytes += sum(change.nbytes for change in exchange.changes)
         weight, ranks, lost, counted, hashed, squares = exchange.record.tolist()

@@ -297,8 +297,9 @@ class AgentJob:
         what = [f"{count(change.size, 'rank')} go on"] if change.size > 1 else ["1 rank goes on"]
         if change.joined:
             what.append(f"{len(change.joined)} of them new")
-        step = f"step {change.step + 1}" if change.step >= 0 else "the first step"
-        what.append(f"{step} is " + ("repeated" if change.repeated else "next"))
+        if self._what_to_start[1].get("ALLRED_MODE") != "local":  # whose steps are not repeated
+            step = f"step {change.step + 1}" if change.step >= 0 else "the first step"
+            what.append(f"{step} is " + ("repeated" if change.repeated else "next"))
         if self._lost_at is not None:
             what.append(f"{1000 * (now - self._lost_at):.0f} ms")
         self._say("; ".join([who] * bool(who) + [", ".join(what)]))

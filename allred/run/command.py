@@ -128,11 +128,7 @@ def make_options(options: argparse.Namespace, find_hosts: Callable[[], host_list
 def _check_elastic(options: argparse.Namespace, found: host_list.HostList) -> None:
     """Raise ConfigError for options that --elastic does not have."""
     if options.mode == "ps":
-        raise ConfigError("--elastic is for mode sync, not --mode ps (ALLRED_WORKER_FAILURE=go_on)")
-    if options.mode == "local":
-        raise ConfigError(
-            "--elastic is for mode sync, not --mode local; use --restarts, which goes on from a checkpoint"
-        )
+        raise ConfigError("--elastic is for modes sync and local, not --mode ps (ALLRED_WORKER_FAILURE=go_on)")
     remote = [name for name in found.slots if not host_list.is_local(name)]
     if remote and not host_list.agent(os.environ):
         raise ConfigError(

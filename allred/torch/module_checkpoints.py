@@ -188,6 +188,10 @@ class ModuleCheckpoints(DistributedOptimizer):
         if context.is_active():
             self._adapter.record_pull()
 
+    def complete_round(self, params: Any, has_state: bool) -> tuple[int, int]:
+        """Internal: see `DistributedOptimizer`."""
+        return super().complete_round(self.nest_of(self._begin_with_module(params)), has_state)
+
     def copy_state(self, params: Any, root: int) -> None:
         params = self._begin_with_module(params)
         super().copy_state(self.nest_of(params), root)

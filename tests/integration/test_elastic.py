@@ -287,7 +287,7 @@ def test_a_job_is_resized(has_session, tmp_path):
 
 
 @pytest.mark.parametrize(("words", "text"), [
-    (["--mode", "ps"], "--elastic is for mode sync"),
+    (["--mode", "ps"], "--elastic is for modes sync and local"),
     pytest.param(["--min-np", 3], "2 ranks are not within --min-np 3", marks=full),
     pytest.param(["--max-np", 1], "2 ranks are not within --max-np 1", marks=full),
 ])  # fmt: skip

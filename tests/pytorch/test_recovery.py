@@ -56,6 +56,18 @@ def test_a_spare_receives_model_and_optimizer(step, tmp_path):
     assert "2 ranks go on, 1 of them new" in result.err, result.text
 
 
+@pytest.mark.parametrize("rank", ["1", pytest.param("0", marks=full)])
+def test_mode_local_goes_on_at_a_round(rank, tmp_path):
+    """A spare takes the place of the dead rank; the scheduler of all ranks makes the same steps."""
+    env = {"KILL": f"{rank},10", "SESSION": str(tmp_path / "ckpt"), "ALLRED_MODE": "local", "ALLRED_LOCAL_STEPS": "4"}
+    result, found = train(tmp_path, "-np", 3, "--spares", 1, **env)
+    assert [each["rank"] for each in found] == [0, 1, 2], result.text
+    assert {each["step"] for each in found} == {STEPS}, (found, result.text)
+    assert all(each["parameters"] == found[0]["parameters"] for each in found), result.text
+    assert {(each["scheduler"], each["rate"]) for each in found} == {(STEPS + 1, 0.02 * 0.5 ** (STEPS // 7))}, found
+    assert "3 ranks go on, 1 of them new" in result.err, result.text
+
+
 @pytest.mark.parametrize("killed", [pytest.param("0", marks=full), "1"])
 def test_the_processes_of_hvd_elastic_go_on_from_the_last_commit(killed, tmp_path):
     """Each sample is counted once in each epoch; updates after the last commit are not."""

@@ -212,7 +212,7 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
 class _CommittedState:
     """The committed state of a training, for membership/recovery.py."""
 
-    name, interrupted, checks_operations = "hvd.elastic.run", False, False
+    name, interrupted, checks_operations, defers_changes = "hvd.elastic.run", False, False, False
 
     def __init__(self, state: State, job: RestartableJob) -> None:
         self._state, self._job = state, job
@@ -223,6 +223,9 @@ class _CommittedState:
 
     def refusal(self) -> str:
         return ""
+
+    def complete_round(self, params: Any, has_state: bool) -> tuple[int, int]:
+        return 0, 0
 
     def keep_settings(self) -> None:
         """There is nothing to keep: `restore` loads the settings of the commit."""
