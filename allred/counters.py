@@ -15,7 +15,7 @@ class Values(NamedTuple):
     step: the global step. in_step: 1 while the rank is in opt.step, else 0. seconds: of training: a step
     lasts from the end of the step before to its own end. waiting_s: until other ranks arrived; mode ps: with the
     servers. communicating_s: without these waits. The rest of `seconds` is computing (`shares`). staleness: mode ps,
-    sum over the gradients.
+    sum over the gradients. rounds: exchanges of mode local, and of mode ps with `every`.
     """
 
     step: float = 0
@@ -29,6 +29,7 @@ class Values(NamedTuple):
     bytes: float = 0
     dropped: float = 0
     staleness: float = 0
+    rounds: float = 0
 
 
 _FIELDS = Values._fields
@@ -36,7 +37,7 @@ _STEP, _STEPS, _IN_STEP, _SKIPPED, _EXAMPLES, _SECONDS = map(
     _FIELDS.index, ("step", "steps", "in_step", "skipped", "examples", "seconds")
 )
 _WAITING, _COMMUNICATING = map(_FIELDS.index, ("waiting_s", "communicating_s"))
-_BYTES, _DROPPED, _STALENESS = map(_FIELDS.index, ("bytes", "dropped", "staleness"))
+_BYTES, _DROPPED, _STALENESS, _ROUNDS = map(_FIELDS.index, ("bytes", "dropped", "staleness", "rounds"))
 
 
 class Shares(NamedTuple):
@@ -112,6 +113,10 @@ class Counters:
     def skip(self) -> None:
         """Count a step whose gradients were not finite."""
         self._values[_SKIPPED] += 1.0
+
+    def count_round(self) -> None:
+        """Count an exchange of a round."""
+        self._values[_ROUNDS] += 1.0
 
     def count_gradient(self, staleness: int, dropped: bool) -> None:
         """Mode ps: count a gradient that was pushed."""

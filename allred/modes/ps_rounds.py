@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from allred import arrays, nest
+from allred import arrays, nest, world
 from allred.arrays import Array
 from allred.comm import functions
 from allred.errors import AllredError, InputError
@@ -92,6 +92,7 @@ class PsRounds(Rounds):
         self.servers.weight = 0.0 if lost else weight
         self._exchange(changes)
         self.completed += 1
+        world.current().counters.count_round()
         if self.servers.dropped > dropped and not lost:
             self._weights[0] = weight
             return self._rebase(leaves, before)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from allred import arrays, log, native
+from allred import arrays, log, native, world
 from allred.arrays import Array
 from allred.comm import functions
 from allred.comm.arguments import memory_conflicts
@@ -343,6 +343,7 @@ class Rounds:
             else:
                 leaf[...] = self.base[name]
         self.completed += 1
+        world.current().counters.count_round()
         if exchange.lost:
             self._count_lost()
 

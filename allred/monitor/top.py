@@ -15,6 +15,7 @@ from allred.wording import count
 
 MOST_DELAYS = 5
 _SHARES = ("computing", "waiting", "communicating")
+_COLUMNS = ("rank", "host", "step", "rounds", "steps/s", "examples/s", *_SHARES, "state")
 _LINE = "in Python at "
 
 
@@ -99,13 +100,14 @@ def table(now: State) -> Any:
     title = Text(f"{now['job']} on {now['host']}: {now['size']} ranks, mode {now['mode']}{start}{state}")
     result = Table(title=title, title_justify="left", caption=delays_text(now), caption_justify="left", box=None)
     several = len({rank["host"] for rank in now["ranks"]}) > 1
-    for name in ("rank", "host", "step", "steps/s", "examples/s", *_SHARES, "state"):
-        if name != "host" or several:
-            justify: Any = "left" if name in ("host", "state") else "right"
-            result.add_column(name, justify=justify, no_wrap=name != "state")  # only the state is cut
+    hidden = ["host"] * (not several) + ["rounds"] * (not any(rank["rounds"] for rank in now["ranks"]))
+    shown = [name for name in _COLUMNS if name not in hidden]
+    for name in shown:
+        justify: Any = "left" if name in ("host", "state") else "right"
+        result.add_column(name, justify=justify, no_wrap=name != "state")  # only the state is cut
     for rank in now["ranks"]:
-        cells = [Text(cell, no_wrap=True, overflow="ellipsis") for cell in row(rank)]
-        result.add_row(*(cells if several else cells[:1] + cells[2:]))
+        cells = dict(zip(_COLUMNS, row(rank), strict=True))
+        result.add_row(*(Text(cells[name], no_wrap=True, overflow="ellipsis") for name in shown))
     return result
 
 
@@ -113,9 +115,9 @@ def row(rank: State) -> list[str]:
     """Return the cells of a rank.
 
     >>> rank = {"rank": 1, "host": "a", "role": "", "state": "in Python at train.py:9 (step)", "step": 40, "steps": 40}
-    >>> rank |= {"steps_per_s": 10.0, "examples_per_s": None, "computing": 0.25, "waiting": 0.75, "communicating": 0.0}
+    >>> rank |= {"rounds": 5, "steps_per_s": 10.0, "examples_per_s": None, "computing": 0.25, "waiting": 0.75, "communicating": 0.0}
     >>> row(rank)
-    ['1', 'a', '40', '10.0', '', '25 %', '75 %', '0 %', 'train.py:9 (step)']
+    ['1', 'a', '40', '5', '10.0', '', '25 %', '75 %', '0 %', 'train.py:9 (step)']
     """
     speeds = ["" if rank[key] is None else f"{rank[key]:.1f}" for key in ("steps_per_s", "examples_per_s")]
     shares = ["" if rank[key] is None else f"{100 * rank[key]:.0f} %" for key in _SHARES]
@@ -125,6 +127,7 @@ def row(rank: State) -> list[str]:
         str(rank["rank"]),
         rank["host"],
         step,
+        f"{rank['rounds']:.0f}",
         *speeds,
         *shares,
         f"{rank['role']}: {state}" if rank["role"] else state,

@@ -211,13 +211,15 @@ def test_mode_ps_shows_staleness_and_drops(mode, browser, tmp_path):
     for each, stale in ((before, 0), (now, 75)):
         each["mode"] = mode
         for rank in each["ranks"][1:]:
-            rank |= {"staleness": stale, "dropped": stale / 25}
+            rank |= {"staleness": stale, "dropped": stale / 25, "rounds": stale / 5}
     now["ranks"][0] |= {"role": "parameter server 0", "steps": 0}
     write_page(str(tmp_path / "page.html"), states.state_of(before, now))
     browser.get((tmp_path / "page.html").as_uri())
     rows = [text.split() for _, text in wait_for(browser, STATE, len)]
     heads = browser.execute_script("return document.querySelector('#ranks thead').innerText").split()
     assert heads[heads.index("staleness") :][:2] == ["staleness", "dropped"]
+    assert heads[heads.index("rounds") :][:2] == ["rounds", "steps/s"]
+    assert "15" in rows[1], rows
     assert "1.50 3" in " ".join(rows[1]), rows
     assert "6 gradients dropped" in browser.execute_script(text_of("about"))
     assert browser.execute_script("return document.getElementById('s-matrix').hidden")

@@ -55,6 +55,15 @@ def test_the_table_has_one_line_for_each_rank_at_100_columns(size, hosts):
         assert lines[-1].rstrip() == f"delays while monitored: rank 1 delayed {size - 1} ranks, 2.5 s each"
 
 
+def test_rounds_are_a_column_where_there_are_some():
+    now = snapshot()
+    assert "rounds" not in printed(states.state_of(snapshot(time=90.0), now), 100)[1]
+    now["ranks"][1]["rounds"] = 7.0
+    _, head, *lines = printed(states.state_of(snapshot(time=90.0), now), 100)
+    at = head.index("rounds")
+    assert [line[at : at + 6].strip() for line in lines[:3]] == ["0", "7", "0"]
+
+
 def test_the_state_has_the_speed_of_the_last_seconds_and_leaves_out_what_is_unknown():
     before, now = snapshot(time=99.0), snapshot(time=101.0)
     now["ranks"][0] |= {"steps": 74, "seconds": 10.0, "waiting_s": 5.0, "communicating_s": 1.5}
