@@ -251,9 +251,8 @@ class Recovery:
         if receives or everywhere:
             for index, loop in self._loops.items():
                 loop.committed = loops_there.running.get(index)
-        if receives:
-            if self._session is not None:
-                self._session.receive_state(of_session)
+        if receives and self._session is not None:
+            self._session.receive_state(of_session)
 
     @property
     def joins_alone(self) -> bool:

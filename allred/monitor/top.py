@@ -115,7 +115,8 @@ def row(rank: State) -> list[str]:
     """Return the cells of a rank.
 
     >>> rank = {"rank": 1, "host": "a", "role": "", "state": "in Python at train.py:9 (step)", "step": 40, "steps": 40}
-    >>> rank |= {"rounds": 5, "steps_per_s": 10.0, "examples_per_s": None, "computing": 0.25, "waiting": 0.75, "communicating": 0.0}
+    >>> rank |= {"rounds": 5, "steps_per_s": 10.0, "examples_per_s": None}
+    >>> rank |= {"computing": 0.25, "waiting": 0.75, "communicating": 0.0}
     >>> row(rank)
     ['1', 'a', '40', '5', '10.0', '', '25 %', '75 %', '0 %', 'train.py:9 (step)']
     """
