@@ -6,7 +6,7 @@ import signal
 import uuid
 
 import pytest
-from harness import processes
+from harness import ROOT, processes
 
 
 def pytest_configure():
@@ -21,3 +21,9 @@ def mark():
     for pid in processes(variable):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def digits(request):
+    """Variables for programs that load digits, which then do not import scikit-learn; with --full they do."""
+    return {} if request.config.getoption("--full") else {"PYTHONPATH": str(ROOT / "tests/quick_digits")}

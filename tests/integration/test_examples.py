@@ -5,6 +5,7 @@ import contextlib
 import os
 import pathlib
 import re
+import runpy
 import signal
 import struct
 import subprocess
@@ -100,10 +101,10 @@ def test_more_ranks_than_cores():
 # ---- examples/digits_ps.py: the same script in every mode
 
 
-def digits_ps(ranks, *arguments, mpi="mpich", **settings):
+def digits_ps(ranks, *arguments, mpi="mpich", variables=(), **settings):
     """What it prints, on stdout, with ALLRED_... set as given; its accuracy is checked."""
     env = {f"ALLRED_{name.upper()}": str(value) for name, value in settings.items()}
-    result = mpirun(ranks, DIGITS_PS, *arguments, mpi=mpi, env={**ONE_THREAD, **env})
+    result = mpirun(ranks, DIGITS_PS, *arguments, mpi=mpi, env={**ONE_THREAD, **dict(variables), **env})
     assert result.code == 0, result.text
     accuracy = re.search(r"^test accuracy: (0\.\d{3})\n$", result.out, flags=re.MULTILINE)
     assert accuracy, result.text
@@ -150,11 +151,11 @@ def test_digits_ps_with_servers_under_open_mpi():
 
 @pytest.mark.limit(200)
 @pytest.mark.parametrize("jobs", [2, pytest.param(3, marks=full)])
-def test_digits_ps_bounded_and_goes_on_from_its_checkpoint_in_another_mode(jobs, tmp_path):
+def test_digits_ps_bounded_and_goes_on_from_its_checkpoint_in_another_mode(jobs, tmp_path, digits):
     steps, outputs = [], []
     first, last = {"mode": "ps", "consistency": "bounded"}, {"mode": "ps", "num_ps": 2, "consistency": "sync"}
     for ranks, settings in [(3, first), (1, {"mpi": "openmpi"}), (4, last)][:jobs]:
-        out = digits_ps(ranks, tmp_path, **settings)
+        out = digits_ps(ranks, tmp_path, variables=digits, **settings)
         outputs.append(out)
         assert ("staleness (updates): " in out) == ("mode" in settings)
         assert ("goes on from step" in out) == bool(steps)
@@ -167,12 +168,12 @@ def test_digits_ps_bounded_and_goes_on_from_its_checkpoint_in_another_mode(jobs,
     check_servers(outputs[0], words, 1, 2 * 4 + 1)
 
 
-def killed_at(step, ranks, directory):
+def killed_at(step, ranks, directory, digits):
     """One rank of examples/resume.py is killed some time after this step."""
     command = [BIN["mpich"] / "mpirun", "-np", ranks, BIN["mpich"] / "python", RESUME, directory, "0.01"]
     mark = {"RESUME_TEST": uuid.uuid4().hex}
     launched = subprocess.Popen(
-        list(map(str, command)), env={**os.environ, **OPENMPI, **ONE_THREAD, **mark}, start_new_session=True
+        list(map(str, command)), env={**os.environ, **OPENMPI, **ONE_THREAD, **digits, **mark}, start_new_session=True
     )
     deadline = time.monotonic() + 60
     while not any(int(path.name[5:]) >= step for path in directory.glob("step-*")) and time.monotonic() < deadline:
@@ -190,11 +191,11 @@ def killed_at(step, ranks, directory):
 
 @pytest.mark.limit(180)
 @pytest.mark.parametrize(("kills", "ranks"), [([(100, 2)], 1), pytest.param([(10, 2), (100, 3)], 4, marks=full)])
-def test_resume_is_killed_and_goes_on_with_another_number_of_ranks(kills, ranks, tmp_path):
+def test_resume_is_killed_and_goes_on_with_another_number_of_ranks(kills, ranks, tmp_path, digits):
     """Under MPICH, and on with one rank; test_ledger.py goes on with several, with --full also under Open MPI."""
     for step, before in kills:
-        killed_at(step, before, tmp_path)
-    result = mpirun(ranks, RESUME, tmp_path, env=ONE_THREAD)
+        killed_at(step, before, tmp_path, digits)
+    result = mpirun(ranks, RESUME, tmp_path, env={**ONE_THREAD, **digits})
     assert result.code == 0, result.text
     starts = len(kills) + 1
     found = re.search(rf"^started {starts} times, the last time at step (\d+) of 540$", result.out, flags=re.M)
@@ -239,8 +240,7 @@ def test_mnist_ps_by_hand():
 
 @pytest.mark.parametrize("mpi", MPIS)
 def test_mnist_ps_under_mpirun_in_sync_from_files(mpi, tmp_path):
-    from sklearn.datasets import load_digits  # takes a second, which each process of pytest-xdist would spend
-
+    load_digits = runpy.run_path(ROOT / "tests/quick_digits/sklearn/datasets.py")["load_digits"]
     images, labels = load_digits(return_X_y=True)
     pixels = (images.reshape(-1, 8, 8) * 15).astype(np.uint8)
     for name, of in (("train", slice(0, 1400)), ("t10k", slice(1400, None))):

@@ -39,7 +39,7 @@ def write(directory, *programs):
     return files
 
 
-def test_all_ranks(directory):
+def test_all_ranks(directory, digits):
     """All programs without a kill in one job; then those of one process, which read the results."""
     (_, alone, four, data, _, evaluated), shown = TUTORIAL
     (metrics, best, export, predict), results = EVALUATION
@@ -47,13 +47,13 @@ def test_all_ranks(directory):
     [accumulated], [_, updates] = complete("batch-size.md")
     files = write(directory, four, data, evaluated, metrics, best, formatted, summary, accumulated)
     (directory / "all.py").write_text(ALL)
-    job = run([*ALLRED_RUN, "all.py", *files], env=ONE, cwd=directory)
+    job = run([*ALLRED_RUN, "all.py", *files], env={**ONE, **digits}, cwd=directory)
     expected = [shown[1], shown[2], shown[-2], *results[:2], values, updates]
     assert (job.code, job.out) == (0, "".join(expected)), job.text
     for line in lines.splitlines():
         assert line in job.err.splitlines(), job.text
     files = write(directory, alone, export, predict)
-    processes = [python(file, cwd=directory, env=ONE) for file in files]
+    processes = [python(file, cwd=directory, env={**ONE, **digits}) for file in files]
     assert [each.out for each in processes] == [shown[0], *results[2:]], [each.text for each in processes]
     for command in blocks("evaluation.md", "sh")[-2].splitlines():
         listed = run(["sh", "-ec", command], env={"PATH": f"{BIN['mpich']}:{os.environ['PATH']}"}, cwd=directory)

@@ -35,8 +35,10 @@ def check_accuracy(text):
         pytest.param("torch_ps", 2, "sync", marks=pytest.mark.full),
     ],
 )
-def test_it_learns(name, ranks, mode):
-    env = {"ALLRED_MODE": mode, **ENVIRONMENT}
+def test_it_learns(name, ranks, mode, request):
+    """By default without the import of scikit-learn, 1.6 s of each rank."""
+    digits = {} if request.config.getoption("--full") else {"PYTHONPATH": str(ROOT / "tests/quick_digits")}
+    env = {"ALLRED_MODE": mode, **ENVIRONMENT, **digits}
     result = testing.mpirun(ranks, EXAMPLES / f"{name}.py", env=env, timeout_s=LIMIT_S)
     assert result.code == 0, result.text
     check_accuracy(result.out)

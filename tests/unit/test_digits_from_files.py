@@ -1,6 +1,8 @@
 """The real digits of scikit-learn, by every way in which data can come: the same batches."""
 
 import gzip
+import pathlib
+import runpy
 import struct
 
 import numpy as np
@@ -9,6 +11,7 @@ from sklearn.datasets import load_digits
 
 from allred.data import batches, example, idx, make_example, npy, prefetch, stream, tfrecord, write_tfrecord
 
+QUICK = pathlib.Path(__file__).parents[1] / "quick_digits/sklearn/datasets.py"
 OPTIONS = {"batch_size": 200, "rank": 1, "size": 3}
 
 
@@ -16,6 +19,13 @@ OPTIONS = {"batch_size": 200, "rank": 1, "size": 3}
 def digits():
     found = load_digits()
     return found.images.astype(np.uint8), found.target.astype(np.int64)
+
+
+def test_the_stand_in_of_other_tests_has_the_same_digits():
+    quick = runpy.run_path(QUICK)["load_digits"]
+    for found in (quick(return_X_y=True), (quick().data, quick().target)):
+        for array, expected in zip(found, load_digits(return_X_y=True), strict=True):
+            np.testing.assert_array_equal(array, expected, strict=True)
 
 
 class Pairs:
