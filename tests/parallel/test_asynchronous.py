@@ -1,14 +1,18 @@
 """Started operations: many under way, waited for in any order, with peers that hold the GIL, differ, or let go."""
 
+import ctypes
 import gc
 import os
 import pathlib
 import random
+import select
+import struct
 import threading
 import time
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import allred
 from allred.comm import functions
@@ -232,20 +236,23 @@ def test_compressed_and_of_a_process_set(rank, size):
     check(compressed.wait(), np.ones(3, np.float32))
 
 
-def burn(seconds):
-    """One call into C that keeps the GIL for about so long."""
-    start_s = time.perf_counter()
-    sum(range(10**6))
-    count = int(10**6 * seconds / (time.perf_counter() - start_s))
-    sum(range(count))
+def is_readable_within(seconds, file):
+    """One call into C that keeps the GIL, until there is something to read from the file."""
+    events = struct.pack("ihh", file, select.POLLIN, 0)
+    return ctypes.PyDLL(None).poll(events, 1, int(seconds * 1000)) == 1
 
 
-def test_a_peer_that_holds_the_gil_keeps_nobody(comm):
+def test_a_peer_that_holds_the_gil_keeps_nobody(comm, tmp_path):
     """With the thread: the others are through while rank 0 is still inside its call. All but alltoall, and allgather
     without `out`."""
     several(comm)
     if not comm.queue.engine.has_progress_thread:
         pytest.skip("takes the thread")
+    others = MPI.COMM_WORLD.Split(comm.rank == 0)
+    if comm.rank == 0:
+        os.mkfifo(tmp_path / "through")
+    comm.barrier().wait()
+    file = os.open(tmp_path / "through", os.O_RDWR)
     x, count = np.ones(100_000), comm.size
     comm.barrier().wait()
     works = [comm.allreduce(x, allred.Sum, in_place=True), comm.grouped_allreduce([x[:3].copy()]), comm.barrier()]
@@ -253,14 +260,16 @@ def test_a_peer_that_holds_the_gil_keeps_nobody(comm):
     works += [comm.allgather(np.full(70_000, part + 0.5), out=np.empty(70_000 * count)) for part in range(2)]
     works.append(comm.allreduce(np.ones(3), allred.Sum))
     if comm.rank == 0:
-        burn(1.0)
-        ended = time.monotonic()
+        assert is_readable_within(20, file), "the others wait for rank 0"
         works[-1].wait()
     else:
         works[-1].wait()
-        ended = time.monotonic()
-    of_burn, *of_others = comm.allgather(np.array([ended])).wait()
-    assert max(of_others) < of_burn
+        others.Barrier()
+        if comm.rank == 1:
+            os.write(file, b"x")
+    comm.barrier().wait()
+    os.close(file)
+    others.Free()
     assert set(x) == {count}
     assert set(works[-2].wait()) == {1.5}
 

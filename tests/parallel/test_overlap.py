@@ -1,6 +1,7 @@
 """opt.reduce(name, grad): gradients that go out before the step, with the results and errors of a step without."""
 
 import dataclasses
+import functools
 import time
 
 import numpy as np
@@ -23,10 +24,15 @@ def params_of(dtype=np.float32):
     return {name: np.zeros(shape, dtype) for name, shape in SHAPES.items()}
 
 
-def grads_of(rank, step, dtype=np.float32):
+@functools.lru_cache(maxsize=32)
+def drawn(rank, step, dtype):
     rng = np.random.default_rng([rank, step])
     imaginary = 1j if np.dtype(dtype).kind == "c" else 0
     return {name: np.array(rng.normal(size=shape) * (1 + imaginary), dtype) for name, shape in SHAPES.items()}
+
+
+def grads_of(rank, step, dtype=np.float32):
+    return {name: grad.copy() for name, grad in drawn(rank, step, dtype).items()}
 
 
 def train(steps, early, samples=None, dtype=np.float32, change=lambda step, grads: grads, **options):

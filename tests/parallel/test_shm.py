@@ -265,7 +265,7 @@ def on_nodes():
 
 
 # A lost descriptor, mapping or communicator shows after any number of rounds, lost memory after many: 8 kB in each.
-@pytest.mark.parametrize(("make_one", "rounds"), [(make, 600), (created, 20), (on_nodes, 20)])
+@pytest.mark.parametrize(("make_one", "rounds"), [(make, 300), (created, 20), (on_nodes, 20)])
 def test_hundreds_of_communicators_leave_nothing_behind(make_one, rounds):
     def once():
         comm = make_one()
