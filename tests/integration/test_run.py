@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from harness import BIN, MPICH_BY_DEFAULT, MPIS, run
+from harness import ANY_BLAS_THREADS, BIN, MPICH_BY_DEFAULT, MPIS, run
 from hosts import hosts
 from test_host_failures import when_ready
 from test_shm import full
@@ -35,7 +35,7 @@ def ended(result, code):
 @both
 def test_lines_are_marked_and_written_to_files(mpi, tmp_path):
     result = allred_run(mpi, tmp_path, "-np", 3, "--tag", "--logs", "logs", "--mode", "sync", PROGRAM, "lines",
-                        env={"MASTER_PORT": "4711"})  # fmt: skip
+                        env={"MASTER_PORT": "4711", **ANY_BLAS_THREADS})  # fmt: skip
     ended(result, 0)
     lines = ["part0 part1 part2 ", "variables 1 sync", "address 127.0.0.1 4711", "no newline"]
     assert sorted(result.out.splitlines()) == sorted(f"[{rank}] {line}" for rank in range(3) for line in lines)
@@ -92,8 +92,6 @@ def test_a_signal_lets_the_session_write_a_checkpoint(mpi, name, tmp_path):
     ended(result, 0)
     assert re.search(r"^start 1: 2 ranks, steps 0 to \d+$", result.out, re.MULTILINE), result.text
     assert f"allred run: {name}: the ranks receive it" in result.err, result.text
-    again = allred_run(mpi, tmp_path, "-np", 2, PROGRAM, "none")
-    ended(again, 0)
     [checkpoint] = (tmp_path / "checkpoints").glob("step-*")
     assert 5 <= int(checkpoint.name.partition("-")[2]) < 300
 
@@ -135,10 +133,10 @@ def test_a_second_ctrl_c_leaves_no_process(mpi, tmp_path):
 
 @mpich
 def test_resized_jobs_lose_and_repeat_no_step(mpi, tmp_path):
-    result = allred_run(mpi, tmp_path, "-np", 2, "--max-np", 4, PROGRAM, "resize", "4,1")
+    result = allred_run(mpi, tmp_path, "-np", 2, "--max-np", 3, PROGRAM, "resize", "3,1")
     ended(result, 0)
     found = re.findall(r"^start (\d): (\d) ranks, steps (\d+) to (\d+)$", result.out, re.MULTILINE)
-    assert [(start, size) for start, size, _, _ in found] == [("1", "2"), ("2", "4"), ("3", "1")], result.text
+    assert [(start, size) for start, size, _, _ in found] == [("1", "2"), ("2", "3"), ("3", "1")], result.text
     assert [begin for _, _, begin, _ in found] == ["0", *[end for *_, end in found][:-1]]
     assert found[-1][-1] == "300"
 
@@ -175,7 +173,7 @@ def test_the_same_exception_at_the_same_step_ends_the_job(mpi, tmp_path):
 @pytest.mark.limit(300)
 @pytest.mark.parametrize(
     ("mpi", "kills"),
-    [("mpich", 3), *(pytest.param(*each, marks=full) for each in [("openmpi", 2), ("mpich", 20), ("openmpi", 20)])],
+    [("mpich", 2), *(pytest.param(*each, marks=full) for each in [("openmpi", 2), ("mpich", 20), ("openmpi", 20)])],
 )
 def test_every_sample_counts_once_in_a_job_that_is_killed_and_resized(mpi, kills, tmp_path):
     file = tmp_path / "hosts"
