@@ -158,7 +158,7 @@ def _plain(state):
 
 def mean():
     """Sync, n workers: the serial optimizer on the mean gradient."""
-    name, steps = ARGUMENTS.get("optimizer", "sgd"), 5
+    name, steps = ARGUMENTS.get("optimizer", "sgd"), 3
     params = parameters(np.random.default_rng(0), halves=False)
     alone = parameters(np.random.default_rng(0), halves=False)
     opt, alone_opt = distributed(optimizer(name)), optimizer(name)

@@ -1,4 +1,4 @@
-"""Random jobs: fixed seeds for 5 s (new ones for a minute with --full), and seeds that failed once.
+"""Random jobs: fixed seeds for 3 s (new ones for a minute with --full), and seeds that failed once.
 
 `make fuzz T=3600` runs for an hour.
 """
@@ -12,7 +12,7 @@ from harness import BIN, ROOT, environment, mpirun, python
 from allred import testing
 
 FUZZ = ROOT / "tests/fuzz/fuzz.py"
-FIRST_SEED, SECONDS, FULL_SECONDS = 1, 5, 60
+FIRST_SEED, SECONDS, FULL_SECONDS = 1, 3, 60
 FAILED_ONCE = {  # seeds and their bugs
     200021: "a rank that ended successfully was reported as a silent exit, if the chief's watcher had ended earlier",
     200032: "a silent exit under MPICH's launcher",

@@ -20,7 +20,7 @@ def ask():
     for rank in ASKED:
         os.kill(pid(rank), signal.SIGTERM)
 
-timer = threading.Timer(0.3, ask)
+timer = threading.Timer(0.05, ask)
 try:
     for step in range(100_000):
         if me == 0 and step == 4:
@@ -64,7 +64,6 @@ def test_when_any_rank_is_asked_to_end_one_complete_checkpoint_is_written_and_al
     checkpoint completely or not at all, and nobody waits for a worker that computes. An error of the checkpoint is
     reported."""
     asked = {
-        "server-async": ([0], "async", False),
         "server-bounded": ([0], "bounded", True),
         "server-sync": ([1], "sync", False),
         "chief-sync": ([2], "sync", True),
