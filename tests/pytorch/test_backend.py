@@ -234,16 +234,16 @@ dist.init_process_group("allred")  # again, with the variables of the first time
     assert result.out == "1 [1.0, 1.0] allred\n", result.text
 
 
-def test_ranks_that_are_children_of_multiprocessing(tmp_path):
+def test_ranks_that_are_children_of_multiprocessing(tmp_path, request):
     """As the tutorials of PyTorch start them. A forked child ends by os._exit."""
     ends = {
         "fork:end": "ended [0, 0]",
         "fork:destroy": "ended [0, 0]",
         "fork:fails": "raised True",
-        "forkserver:end": "ended [0, 0]",
         "spawn:destroy": "ended [0, 0]",
-        "spawn:fails": "raised True",
     }
+    if request.config.getoption("--full"):  # each rank imports torch
+        ends |= {"forkserver:end": "ended [0, 0]", "spawn:fails": "raised True"}
     program = [sys.executable, HERE / "children_program.py", tmp_path, *ends]
     result = testing.run(program, LIMIT_S, {**ENVIRONMENT, "PYTHONPATH": ""})
     assert result.out.splitlines() == [" ".join(each) for each in ends.items()], result.text
