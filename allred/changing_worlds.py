@@ -57,7 +57,9 @@ def _create(
     with raised_by_all(bootstrap):
         config = settle([each.settings for each in facts])
         refused = {
-            f"mode {config.mode}": config.mode == "ps", "backend mpi": "mpi" in (config.backend, config.transport),
+            f"mode {config.mode}": config.mode == "ps",
+            "allred.init(mode='local') without `--mode local`": config.mode == "local" != os.environ.get("ALLRED_MODE"),
+            "backend mpi": "mpi" in (config.backend, config.transport),
             "backend nccl": config.backend == "nccl", "ALLRED_TIMELINE": config.timeline not in ("", "none"),
             "a rank without allred's C extension": not all(each.transport.has_kernels for each in facts),
         }  # fmt: skip

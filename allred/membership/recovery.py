@@ -41,9 +41,13 @@ class RecoverableOptimizer(Follower, Protocol):
     interrupted: bool
     checks_operations: bool
 
+    trains_in_rounds: bool
+
     @property
     def defers_changes(self) -> bool:
         """Whether no world is to be formed now, because the ranks are between two rounds: mode local."""
+
+    steps_made: int  # mode local: of this rank
 
     @property
     def global_step(self) -> int: ...
@@ -54,10 +58,10 @@ class RecoverableOptimizer(Follower, Protocol):
     def copy_state(self, params: Any, root: int) -> None:
         """Copy parameters and state from rank `root` to all. Collective."""
 
-    def complete_round(self, params: Any, has_state: bool) -> tuple[int, int]:
-        """Mode local: complete the round that the end of the last world has interrupted. Collective. has_state: whether
-        the parameters of this rank count. Return the number of exchanges, and the rank with the newest position in the
-        data; 0 exchanges if there is no such round."""
+    def complete_round(self, params: Any, has_state: bool) -> int | None:
+        """Mode local: complete the round that the end of the last world has interrupted, if there is one. Collective.
+        has_state: whether the parameters of this rank count. Return the rank that has made most steps; None in other
+        modes, where all have made the same."""
 
     def keep_settings(self) -> None:
         """Keep the settings that the program may change after a step: it does not know that this one is lost."""
@@ -221,38 +225,43 @@ class Recovery:
         """Complete a new world: copy the state from the source to all others, if one of them lacks it. Collective."""
         form = self._member.form
         assert form is not None
-        exchanges, source = 0, form.members.index(form.source)
-        newest = source
+        newest, source = None, form.members.index(form.source)
         if form.step >= 0 and self._optimizer is not None:
-            has_state = self._member.phase == "running"
-            exchanges, newest = self._optimizer.complete_round(self._params, has_state)
+            newest = self._optimizer.complete_round(self._params, self._member.phase == "running")
         if form.receivers:
             assert self._optimizer is not None
             self._optimizer.copy_state(self._params, source)
-        if form.receivers or exchanges:
-            self._copy_position(newest if exchanges else source, everywhere=exchanges > 0)
-        if self._member.phase == "receiving" and form.receivers:
-            self._connection.send(self._member.received(form.step))
-            self._member.step += exchanges
+        if newest is not None:
+            self._copy_position(newest, everywhere=True)
+        elif form.receivers:
+            self._copy_position(source, everywhere=False)
         if self._session is not None:
             self._session.begin_world()
 
     def _copy_position(self, source: int, everywhere: bool) -> None:
         """Copy the positions of the loops, and the state of the session, from rank `source` to the ranks that receive
         the state. Collective. everywhere: copy the positions to all ranks."""
+        member, form = self._member, self._member.form
+        assert form is not None
+        assert self._optimizer is not None
         mine: Any = None
         if functions.current().rank == source:
             loops_here = _LoopState(self._begun, {index: loop.committed for index, loop in self._loops.items()})
-            mine = loops_here, None if self._session is None else self._session.send_state()
-        loops_there, of_session = functions.broadcast_object(mine, source, "state of the loops")
-        receives = self._member.phase == "receiving"
+            of_session = None if self._session is None else self._session.send_state()
+            mine = loops_here, of_session, member.step, self._optimizer.steps_made
+        loops_there, of_session, step, steps_made = functions.broadcast_object(mine, source, "state of the loops")
+        receives = member.phase == "receiving"
         if receives:
             self._received = loops_there
         if receives or everywhere:
+            self._optimizer.steps_made = steps_made
             for index, loop in self._loops.items():
                 loop.committed = loops_there.running.get(index)
         if receives and self._session is not None:
             self._session.receive_state(of_session)
+        if receives:
+            self._connection.send(member.received(form.step))
+            member.step = step  # mode local: with the exchanges of `complete_round`
 
     @property
     def joins_alone(self) -> bool:
@@ -280,7 +289,7 @@ class Recovery:
     def use(self, optimizer: RecoverableOptimizer, params: Any) -> None:
         """Note the optimizer and the parameters of the training. Raises InputError if they cannot be recovered."""
         if self._commits is not None:
-            if optimizer.defers_changes:
+            if optimizer.trains_in_rounds:
                 raise InputError(f"{optimizer.name}: hvd.elastic cannot be used in mode local; use mode sync")
             self.follow(optimizer)
             return

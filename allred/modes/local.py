@@ -45,13 +45,12 @@ class LocalMode(SyncMode):
     def __init__(self, *arguments: Any, rounds: Rounds) -> None:
         super().__init__(*arguments)
         self._rounds, self._replica = rounds, None
-        rounds.on_exchange = self._commit_exchange
+        rounds.on_exchange, rounds.on_lost = self._commit_exchange, self._drop_lost_state
         self._leaves: dict[str, Array] = {}
         self._samples_of_step: int | None = None
-        self._committed = 0  # steps of all ranks
+        self.steps_made = 0  # of this rank; between two rounds that of others may differ
         self._is_complete = True  # whether the ranks are equal: no step was made since the last round
         self._has_changed = False  # whether a change of the ranks has interrupted the exchange of the last step
-        self._has_state = True  # else this process has joined an elastic job, and its parameters do not count
         self._is_open = False  # whether a step has begun that is not committed
         self.continues_step = False  # set by a hooked torch optimizer: the next call of `step` is of the same step
 
@@ -87,9 +86,8 @@ class LocalMode(SyncMode):
         super()._end(given._replace(communicator=functions.current()), used)
 
     def commit(self, used: bool) -> None:
-        rounds, lost = self._rounds, self._rounds.lost
         self._is_open = self._is_complete = False
-        self._committed += 1
+        self.steps_made += 1
         if (recovery := world.current().recovery) is not None:
             recovery.keep_position()
         try:
@@ -98,10 +96,12 @@ class LocalMode(SyncMode):
             if recovery is None or not recovery.absorbs():
                 raise
             self._has_changed = True  # the next batch forms the next world, which completes the round
-        if rounds.lost > lost:  # such as moments
-            for _, state in self._states():
-                if not np.isfinite(state).all():
-                    state[...] = 0
+
+    def _drop_lost_state(self) -> None:
+        """Drop states of the optimizer that are not finite, such as moments: nor were the parameters."""
+        for _, state in self._states():
+            if not np.isfinite(state).all():
+                state[...] = 0
 
     def _end_step(self) -> None:
         self._rounds.end_step(self._leaves, self._samples_of_step)
@@ -109,14 +109,14 @@ class LocalMode(SyncMode):
             self._average_buffers()
 
     def _average_buffers(self) -> None:
-        self._average("buffers of the module", self._named_buffers())
+        self._average("end of a round: buffers of the module", self._named_buffers())
         self._commit_exchange()
-        self._is_complete = True
+        self._is_complete = self._rounds.is_global
 
     def _commit_exchange(self) -> None:
         """In an elastic job: an exchange is complete."""
-        if self._has_state and (recovery := world.current().recovery) is not None:
-            recovery.commit_exchange(self._committed - 1)
+        if self._rounds.has_state and (recovery := world.current().recovery) is not None:
+            recovery.commit_exchange(self.steps_made - 1)
 
     def _complete_step(self) -> None:
         """Count a step that has begun, and made no update: its loss scale was too large, or it has failed."""
@@ -135,6 +135,8 @@ class LocalMode(SyncMode):
             recovery.form()  # that completes the round with the ranks that are left
 
     def _make_round(self) -> None:
+        if self._is_complete:  # also on a rank that has joined after the round
+            return
         self._rounds.round(self._leaves)
         self._average_buffers()
 
@@ -147,7 +149,7 @@ class LocalMode(SyncMode):
             return
         common = set(table).intersection(*everyone)
         mine = [array for row, (_, array) in zip(table, named, strict=True) if row in common]
-        finite = self._has_state and all(np.isfinite(array).all() for array in mine)
+        finite = self._rounds.has_state and all(np.isfinite(array).all() for array in mine)
         sums = [array.copy() if finite else np.zeros_like(array) for array in mine]
         ranks = np.array([finite], np.int64)
         communicator.grouped_allreduce_blocking([*sums, ranks], True, ReduceOp.SUM, f"{self._title}: {what}")
@@ -162,7 +164,7 @@ class LocalMode(SyncMode):
     def broadcast(self, params: Any, tensors: list[Tensor], root: int, problem: str, values: bool) -> None:
         super().broadcast(params, tensors, root, problem, values)
         self._restart()
-        self._committed = functions.broadcast_object(self._committed, root, f"steps of {self._title}")
+        self.steps_made = functions.broadcast_object(self.steps_made, root, f"steps of {self._title}")
         self._rounds.broadcast(params, tensors, root, values)
 
     def _restart(self) -> None:
@@ -173,27 +175,27 @@ class LocalMode(SyncMode):
 
     @property
     def defers_changes(self) -> bool:
-        return bool(self._leaves) and not self._has_changed
+        is_alone = functions.current().size == 1  # its rounds have no wait that notices a change
+        return bool(self._leaves) and not self._has_changed and not is_alone
 
     def begin_world(self) -> None:
-        self._has_changed = False
+        self._has_changed = self._is_open = False
         self._rounds.begin_world()
 
-    def complete_round(self, params: Any, has_state: bool) -> tuple[int, int]:
-        mine = has_state, self._committed, self._is_complete, list(self._rounds.base)
+    def complete_round(self, params: Any, has_state: bool) -> int:
+        mine = has_state, self.steps_made, self._is_complete, list(self._rounds.base)
         everyone = functions.allgather_object(mine, f"{self._title}: steps of the ranks that are left")
         newest = max(range(len(everyone)), key=lambda rank: everyone[rank][:2])
-        if all(is_complete for counts, _, is_complete, _ in everyone if counts):
-            return 0, newest
-        _, self._committed, _, names = everyone[newest]
-        leaves = dict(nest.leaves(params)) | self._leaves
-        self._has_state = has_state
-        try:
-            self._rounds.complete({name: leaves[name] for name in names}, has_state)
-            self._average_buffers()
-        finally:
-            self._has_state = True
-        return self._rounds.fragments + 1, newest
+        if not all(is_complete for counts, _, is_complete, _ in everyone if counts):
+            leaves = dict(nest.leaves(params)) | self._leaves
+            self._rounds.has_state = has_state
+            try:
+                self._rounds.complete({name: leaves[name] for name in everyone[newest][3]})
+                self._average_buffers()
+            finally:
+                self._rounds.has_state = True
+            self._leaves = {}  # the next step of all ranks begins with a new base
+        return newest
 
     def load_state_dict(self, state: Any) -> None:
         super().load_state_dict(state)
@@ -221,24 +223,32 @@ class LocalMode(SyncMode):
         return super().save(self._rounds.global_parameters(params, self._leaves), extra, copy)
 
     def more_state(self) -> dict[str, Any]:
-        return {OUTER_STATE: self._rounds.outer_state()}
+        own = {"steps": self._optimizer.global_step} if self._counts else {}
+        return {OUTER_STATE: self._rounds.outer_state() | own}
 
     def load_more_state(self, state: dict[str, Any]) -> None:
-        if OUTER_STATE in state:
-            self._rounds.load_outer_state(state[OUTER_STATE])
-        else:
+        if (saved := state.get(OUTER_STATE)) is None:
             self._rounds.reset_outer()
+        else:
+            self._rounds.load_outer_state(saved)
+        self._load_own_steps(saved)
+
+    def _load_own_steps(self, saved: dict[str, Any] | None) -> None:
+        """Restore how many updates the optimizer of the rank that has saved had made: the step of the checkpoint is
+        that of all ranks."""
+        if saved is not None and self._counts and "steps" in saved:
+            self._optimizer.global_step = saved["steps"]
 
     # SessionSupport.
 
     @property
     def global_step(self) -> int:
         """Steps that all ranks have counted."""
-        return self._committed
+        return self.steps_made
 
     def count_from(self, step: int) -> None:
         super().count_from(step)
-        self._committed = step
+        self.steps_made = step
 
     @property
     def can_save(self) -> bool:

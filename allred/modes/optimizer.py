@@ -391,7 +391,16 @@ class DistributedOptimizer:
         """Internal, for recovery.RecoverableOptimizer."""
         return self._get_mode().defers_changes
 
-    def complete_round(self, params: Any, has_state: bool) -> tuple[int, int]:
+    @property
+    def steps_made(self) -> int:
+        """Internal, for recovery.RecoverableOptimizer."""
+        return self._get_mode().steps_made
+
+    @steps_made.setter
+    def steps_made(self, number: int) -> None:
+        self._get_mode().steps_made = number
+
+    def complete_round(self, params: Any, has_state: bool) -> int | None:
         """Internal, for recovery.RecoverableOptimizer."""
         return self._get_mode().complete_round(params, has_state)
 
@@ -431,7 +440,8 @@ class DistributedOptimizer:
         """Mode ps: declare that this worker makes no more steps, so that others do not wait for it. Mode sync: no
         effect. `pull` and `save` can still be used.
 
-        The end of the program implies it. Call it if workers make different numbers of steps and then call a
+        The end of the program implies it, but with `every` not the exchange of the steps since the last one, which
+        this call makes. Call it if workers make different numbers of steps and then call a
         collective.
         """
         self._get_mode().finish()
@@ -481,8 +491,8 @@ class DistributedOptimizer:
     # State and checkpoints.
 
     def state_dict(self) -> Any:
-        """Return the state of the wrapped optimizer; in mode ps it is gathered from the servers. Gradients that are
-        being accumulated are not included."""
+        """Return the state of the wrapped optimizer; in mode ps without `every` it is gathered from the servers.
+        Gradients that are being accumulated are not included."""
         self._require_state()
         return self._get_mode().state_dict()
 

@@ -115,7 +115,8 @@ class StepOptions:
         self._replace("delay", integer("delay", self.delay, 0, "it counts steps"))
         if not isinstance(self.outer, Optimizer | None):
             raise InputError(
-                f"outer={self.outer!r}: expected an optimizer of allred.optim, such as allred.optim.SGD(0.7)"
+                f"outer is a {type(self.outer).__name__}; expected an optimizer of allred.optim, such as "
+                "allred.optim.SGD(0.7)"
             )
         if not (isinstance(self.mix, (numbers.Real, np.floating)) and 0 <= self.mix < 1):
             raise InputError(f"mix={self.mix!r} must be a number from 0, and less than 1")
@@ -315,14 +316,17 @@ class Mode(SessionSupport):
 
     def load_more_state(self, state: dict[str, Any]) -> None: ...
     def round(self) -> None: ...
-    def complete_round(self, params: Any, has_state: bool) -> tuple[int, int]:
-        """See recovery.RecoverableOptimizer."""
-        return 0, 0
+
+    # Elastic jobs: see recovery.RecoverableOptimizer.
+
+    steps_made = 0
 
     @property
     def defers_changes(self) -> bool:
-        """See recovery.RecoverableOptimizer."""
         return False
+
+    def complete_round(self, params: Any, has_state: bool) -> int | None:
+        return None
 
     def begin_world(self) -> None: ...
     def pull(self, params: Any) -> None: ...

@@ -12,6 +12,8 @@ moves its parameters by the difference between the new base and the old one (it 
 the dropped one.
 """
 
+import contextlib
+import copy
 import dataclasses
 import time
 from collections.abc import Callable
@@ -22,7 +24,7 @@ import numpy as np
 from allred import arrays, nest, world
 from allred.arrays import Array
 from allred.comm import functions
-from allred.errors import AllredError, InputError
+from allred.errors import AllredError, InputError, ShutdownError
 from allred.fusion import Tensor
 from allred.modes.clipping import Clipper
 from allred.modes.local import OUTER_STATE, LocalMode
@@ -30,6 +32,7 @@ from allred.modes.match import parameter
 from allred.modes.options import StepInput, StepOptions
 from allred.modes.ps import PsMode
 from allred.modes.rounds import Rounds
+from allred.optim.base import Optimizer
 from allred.optim.optimizers import SGD
 from allred.ps import context
 from allred.ps.consistency import Sync
@@ -48,30 +51,41 @@ def options_of_rounds(options: StepOptions) -> StepOptions:
     if isinstance(policy, Sync):
         return dataclasses.replace(options, outer=options.outer or SGD(0.7, momentum=0.5, nesterov=True))
     outer = options.outer or SGD(1.0 / workers)
+    check_outer(options.name, outer, workers)
+    return dataclasses.replace(options, outer=outer)
+
+
+def check_outer(name: str, outer: Optimizer, workers: int) -> None:
+    """Raise InputError if an outer optimizer would diverge that is applied to the change of each worker alone."""
     momentum, rate = getattr(outer, "momentum", 0.0), outer.learning_rate
-    limits = f"{policy.describe()}, the outer optimizer"
+    how = "and is applied to the change of each worker alone (policies async and bounded)"
     if momentum > _LARGEST_MOMENTUM:
         raise InputError(
-            f"{options.name}: outer has momentum={momentum:g}. With {limits} is applied to the change of each worker "
-            f"alone, and diverges; use at most {_LARGEST_MOMENTUM:g}, or consistency=allred.ps.Sync()"
+            f"{name}: outer has momentum={momentum:g}, {how}; use at most {_LARGEST_MOMENTUM:g}, or "
+            "consistency=allred.ps.Sync()"
         )
     if rate > 1.0 / workers:
         raise InputError(
-            f"{options.name}: outer has lr={rate:g}. With {limits} is applied to the change of each of the "
-            f"{workers} workers alone; use at most 1 / workers = {1 / workers:g}, or consistency=allred.ps.Sync()"
+            f"{name}: outer has lr={rate:g}, {how}; use at most 1 / workers = {1 / workers:g}, or "
+            "consistency=allred.ps.Sync()"
         )
-    return dataclasses.replace(options, outer=outer)
 
 
 class PsRounds(Rounds):
     """The exchanges of one optimizer with the parameter servers. options: the result of `options_of_rounds`."""
 
     def __init__(self, options: StepOptions, title: str, meta: dict[str, str]) -> None:
+        assert options.outer is not None
         plain = dataclasses.replace(options, clip_norm=None, scaler=None, nonfinite="ignore")
         self.servers = PsMode(options.outer, plain, Clipper(None, None, options.name), meta)
         self.servers.counts_steps = False
-        super().__init__(options, title)
+        super().__init__(dataclasses.replace(options, outer=copy.deepcopy(options.outer)), title)  # without a state
+        here = context.current()
+        self._outer: Optimizer = options.outer
+        self._checked_lr, self._workers = self._outer.lr, here.workers
+        self._applies_alone = not isinstance(options.policy(here.config), Sync)
         self._tensors: list[Tensor] = []  # of the base
+        self._steps_before = 0  # of the restored checkpoint, which are no multiple of `every`
 
     def broadcast(self, params: Any, tensors: list[Tensor], root: int, values: bool) -> None:
         named = zip(tensors, nest.leaves(params), strict=True)
@@ -83,6 +97,9 @@ class PsRounds(Rounds):
 
     def _begin(self, number: int, leaves: dict[str, Array], delay: int) -> None:
         """Exchange the change of this worker."""
+        if self._applies_alone and self._outer.lr is not self._checked_lr:
+            check_outer(self._options.name, self._outer, self._workers)
+            self._checked_lr = self._outer.lr
         self.is_global = True  # also if this fails: the change is sent once
         weight, self._weights[0] = self._weights[0], 0.0
         changes = [self._change(name, leaves[name]) if name in leaves else None for name in self.base]
@@ -123,7 +140,7 @@ class PsRounds(Rounds):
             leaf[...] = moved.astype(leaf.dtype)
 
     def round(self, leaves: dict[str, Array]) -> None:
-        if not self.is_global:
+        if not self.is_global or self._weights[0]:  # of a change that was dropped
             self._begin(0, leaves, 0)
             self.steps = 0
 
@@ -162,14 +179,15 @@ class PsRounds(Rounds):
 
     def count_from(self, steps: int) -> None:
         self.servers.count_from(steps // self._every)
+        self._steps_before = steps % self._every
 
     @property
     def global_step(self) -> int:
         """Updates of the servers times `every`."""
-        return self.servers.global_step * self._every
+        return self.servers.global_step * self._every + self._steps_before
 
     def latest_step(self) -> int:
-        return self.servers.latest_step() * self._every
+        return self.servers.latest_step() * self._every + self._steps_before
 
 
 class PsLocalMode(LocalMode):
@@ -204,7 +222,8 @@ class PsLocalMode(LocalMode):
         self._exchanges.pull(params)
 
     def finish(self) -> None:
-        self.round()
+        with contextlib.suppress(ShutdownError):  # the job is asked to end, and has its checkpoint
+            self.round()
         self._servers.finish()
 
     def statistics(self) -> Statistics:
@@ -214,7 +233,9 @@ class PsLocalMode(LocalMode):
         """No effect: `save` takes the parameters of the servers."""
 
     def load_more_state(self, state: dict[str, Any]) -> None:
-        self._exchanges.load(state.get(OUTER_STATE), self._restored)
+        saved = state.get(OUTER_STATE)
+        self._exchanges.load(saved, self._restored)
+        self._load_own_steps(saved)
         functions.barrier()  # no worker makes an exchange before
 
     # SessionSupport.

@@ -49,9 +49,10 @@ class _FragmentRound(NamedTuple):
     """The exchange of a fragment that is under way.
 
     number, names: of the fragment and its parameters. changes, record: sums over the ranks, when it is complete; of the
-    weights of the ranks, of 1, of `lost`, of whether samples are known, of a hash of the base and of its square. lost:
-    whether this rank begins again from the base. due: the step at which it is completed. delayed: whether the rank
-    makes steps before. sent_bytes: of the communicator before it. weight, counted: of this rank's steps."""
+    weights of the ranks, of 1, of `lost`, of whether samples are known, of whether they are unknown, of a hash of the
+    base and of its square. lost: whether this rank begins again from the base. due: the step at which it is completed.
+    delayed: whether the rank makes steps before. sent_bytes: of the communicator before it. weight, counted: of this
+    rank's steps."""
 
     work: Work[list[Array]]
     number: int
@@ -73,9 +74,9 @@ class Rounds:
     def __init__(self, options: StepOptions, title: str) -> None:
         self._options, self._title = options, title
         self._every: int = options.every or 1
-        self.fragments = options.fragments
         self.on_exchange: Callable[[], None] = lambda: None  # called when the exchange of a fragment is complete
-        self._has_state = True  # else the parameters of this rank do not count
+        self.on_lost: Callable[[], None] = lambda: None  # called when this rank begins again from the base
+        self.has_state = True  # else this process has joined an elastic job, and its parameters do not count
         self._unit = 1.0  # samples that have weight 1
         self.base: dict[str, Array] = {}
         self.completed = self.lost = 0  # exchanges of fragments; those that this rank has lost its steps in
@@ -151,7 +152,11 @@ class Rounds:
                     "or delay pass such a parameter once"
                 )
         if is_first:
-            given = [each for each in self._compare(samples) if each is not None]
+            try:
+                given = [each for each in self._compare(samples) if each is not None]
+            except BaseException:
+                self.base = {}  # the next step compares again
+                raise
             self._unit = max(1.0, float(np.mean(given))) if given else 1.0
 
     def _compare(self, samples: int | None = None) -> list[int | None]:
@@ -251,7 +256,7 @@ class Rounds:
         names, own, counted = self._fragment(number), self._weights[number], self._counted[number]
         changes = [self._change(name, leaves[name]) for name in names]
         lost = not all(np.isfinite(change).all() for change in changes)
-        weight = own if self._has_state else 0.0
+        weight = own if self.has_state else 0.0
         units = 0 if lost or not weight else max(1, round(weight * _WEIGHT_UNIT))
         weight = units / _WEIGHT_UNIT
         for change in changes:
@@ -263,8 +268,8 @@ class Rounds:
         for found in native.hashes([arrays.as_bytes(self.base[name]) for name in names]):
             hashed = mix(hashed, found)
         hashed >>= 64 - _HASH_BITS  # each bit has an effect on the upper ones only
-        numbers = (units, 1, lost, counted, hashed, hashed * hashed) if self._has_state else (0,) * 6
-        record = np.array(numbers, np.int64)  # integers are not compressed
+        numbers = units, 1, lost, counted and own > 0, not counted, hashed, hashed * hashed
+        record = np.array(numbers, np.int64) * self.has_state  # integers are not compressed
         name = f"{self._title}: round of fragment {number} of {options.fragments}, {self.describe()}"
         if delay:
             functions.enable_progress(communicator)
@@ -300,16 +305,14 @@ class Rounds:
         self._pending = []
         self.drop_errors()
 
-    def complete(self, leaves: dict[str, Array], has_state: bool) -> None:
+    def complete(self, leaves: dict[str, Array]) -> None:
         """Make a round after a change of the ranks, whatever the number of steps. Collective. leaves: all parameters in
-        the order of the base of the others. has_state: whether those of this rank count."""
-        self.is_global, self._has_state = False, has_state
-        if not has_state or not self.base:
+        the order of the base of the others. The next step begins with a new base."""
+        self.is_global = False
+        if not self.has_state or not self.base:
             self.base = {name: leaf.copy() for name, leaf in leaves.items()}
-        try:
-            self.round(leaves)
-        finally:
-            self._has_state = True
+        self.round(leaves)
+        self.base = {}
 
     def _complete_all(self, leaves: dict[str, Array]) -> None:
         while self._pending:
@@ -325,11 +328,11 @@ class Rounds:
         """Move the base and the parameters by an exchange that is complete."""
         self._sent_bytes += functions.current().sent_bytes - exchange.sent_bytes
         self._full_bytes += sum(change.nbytes for change in exchange.changes)
-        weight, ranks, lost, counted, hashed, squares = exchange.record.tolist()
+        weight, ranks, lost, counted, uncounted, hashed, squares = exchange.record.tolist()
         if squares * ranks != hashed**2:
             self._compare()
             raise DriftError(f"{self._title}: the parameters of the last round differed between the ranks")
-        if counted not in (0, ranks):
+        if counted and uncounted:
             raise InputError(f"{self._title}: some ranks gave no number of samples, but others did; pass it on all")
         if lost == ranks:
             self._refuse("the parameters of all ranks are not finite")
@@ -349,6 +352,7 @@ class Rounds:
 
     def _count_lost(self) -> None:
         self.lost += 1
+        self.on_lost()
         log.warning(f"{self._title}: the parameters of this rank were not finite; it begins again from those of others")
 
     def _move_base(self, exchange: _FragmentRound, weight: float) -> None:
@@ -359,6 +363,8 @@ class Rounds:
             self._refuse("the mean of the changes of all ranks is not finite")
         base = {name: self.base[name] for name in exchange.names}
         moved = [change if change.any() else None for change in exchange.changes]
+        if self._options.outer is not None:
+            self.outer.lr = self._options.outer.lr  # the program may assign it
         self.outer.global_step = self._updates[exchange.number]
         self.outer.step(base, dict(zip(exchange.names, moved, strict=True)))
         self._updates[exchange.number] = self.outer.global_step

@@ -406,7 +406,7 @@ class SyncMode(Mode):
             ]
         meta: dict[str, Any] = {"optimizer": None, **self._meta}
         if isinstance(self._optimizer, Optimizer):
-            slots = state.pop("slots")
+            slots, state["global_step"] = state.pop("slots"), step  # in mode local it counts the steps of this rank
             entries += [
                 checkpoint.whole(names.get(path, path), to_host(value), slot)
                 for path, part in slots.items()

@@ -234,6 +234,8 @@ class Client:
 
     def pull(self, targets: list[Array]) -> None:
         """Pull all parameters into contiguous arrays of the tensors' shapes."""
+        if self._asks and len(self._links) > 1:  # servers other than 0 may wait for a request of the next step
+            self.step_number = max(self.step_number, self.step_and_version()[1])
         self._request("a pull of the parameters", protocol.PULL, None, self._parts(targets))
 
     def step(

@@ -188,7 +188,7 @@ class ModuleCheckpoints(DistributedOptimizer):
         if context.is_active():
             self._adapter.record_pull()
 
-    def complete_round(self, params: Any, has_state: bool) -> tuple[int, int]:
+    def complete_round(self, params: Any, has_state: bool) -> int | None:
         """Internal: see `DistributedOptimizer`."""
         return super().complete_round(self.nest_of(self._begin_with_module(params)), has_state)
 

@@ -1,8 +1,9 @@
 """The program of test_elastic_local.py: mode local in an elastic job. `elastic_local_program.py DIRECTORY`.
 
-Each process writes a line `STEP ID...` into ledger-PID for each batch that it has used, and result-PID at its end.
+Each process writes the numbers of its samples into ledger-PID when it has used them, and result-PID at its end.
 ELASTIC_LOCAL: JSON with options (of allred.distributed), session (whether there is one), kill ([rank, step] of the
-first world), collective (whether each step has a collective of the program), pause_s (in each step).
+first world; step "end": after the last one), collective (whether each step has a collective of the program), pause_s
+(in each step).
 """
 
 import json
@@ -17,13 +18,13 @@ import numpy as np
 import allred
 
 HERE, GIVEN = pathlib.Path(sys.argv[1]), json.loads(os.environ["ELASTIC_LOCAL"])
-ROWS, BATCH = 480, 12
+ROWS, BATCH = 1440, 12
 LEDGER = open(HERE / f"ledger-{os.getpid()}", "w", buffering=1)  # noqa: SIM115  (until the end)
 
 
 def batches():
     data = np.random.default_rng(0).normal(size=(ROWS, 5)).astype("f4")
-    loader = allred.data.batches(np.arange(ROWS), data, batch_size=BATCH, epochs=3)
+    loader = allred.data.batches(np.arange(ROWS), data, batch_size=BATCH, seed=1)
     if not GIVEN.get("session"):
         yield from loader
         return
@@ -53,7 +54,9 @@ for ids, x in batches():
     except allred.RanksChanged:
         continue
     if not OPT.interrupted:
-        print(step, *ids.tolist(), file=LEDGER)
+        print(*ids.tolist(), file=LEDGER)
+if is_in_first_world and GIVEN.get("kill") == [allred.rank(), "end"] and allred.world.current().generation == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
 OPT.round()
 result = {"rank": allred.rank(), "step": OPT.global_step, "digest": allred.digest(PARAMS), "w": PARAMS["w"].tolist()}
 (HERE / f"result-{os.getpid()}").write_text(json.dumps(result))

@@ -103,7 +103,8 @@ def grace():
 def applied_alone(policy):
     """Each change is applied alone, by default with the learning rate 1 / workers."""
     consistency = {"async": Async(), "bounded": Bounded(1)}[policy]
-    params, opt = np.zeros(4), allred.distributed(optim.SGD(1.0), every=2, consistency=consistency)
+    outer = optim.SGD(0.5) if policy == "async" else None
+    params, opt = np.zeros(4), allred.distributed(optim.SGD(1.0), every=2, outer=outer, consistency=consistency)
     opt.broadcast(params)
     for rank in (0, 1, 0):
         if in_turn(rank):
@@ -112,9 +113,14 @@ def applied_alone(policy):
     allred.barrier()
     opt.pull(params)
     assert params.tolist() == [2 / 2 + 4 / 2 + 2 / 2] * 4
+    if outer is not None:
+        outer.lr = 0.6
+        opt.step(params, np.ones(4))
+        with pytest.raises(InputError, match=r"outer has lr=0.6, .* use at most 1 / workers = 0.5"):
+            opt.step(params, np.ones(4))
     for outer, words in [
-        (optim.SGD(0.5, momentum=0.9), r"outer has momentum=0.9. .*use at most 0.5, or consistency"),
-        (optim.SGD(0.7), r"outer has lr=0.7. .*the 2 workers alone; use at most 1 / workers = 0.5"),
+        (optim.SGD(0.5, momentum=0.9), r"outer has momentum=0.9, .*use at most 0.5, or consistency"),
+        (optim.SGD(0.7), r"outer has lr=0.7, .* use at most 1 / workers = 0.5"),
         (optim.SGD(lambda step: 1.0), "outer has lr=1"),
     ]:
         with pytest.raises(InputError, match=words):

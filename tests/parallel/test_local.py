@@ -190,7 +190,8 @@ def test_ranks_whose_rounds_differ(local, rank, size):
 def test_options(local, rank):
     for options, words in (
         ({"every": 0}, "every must be"), ({"fragments": 0}, "fragments must be"), ({"delay": -1}, "delay must be"),
-        ({"mix": 1.0}, "mix=1.0 must be a number from 0, and less than 1"), ({"outer": 0.7}, "outer=0.7: expected"),
+        ({"mix": 1.0}, "mix=1.0 must be a number from 0, and less than 1"),
+        ({"outer": 0.7}, "outer is a float; expected"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=words):
             allred.distributed(optim.SGD(), **options)
@@ -231,9 +232,11 @@ def test_checkpoints_between_modes(rank, size, tmp_path, monkeypatch):
     here = world.current()
     sync, to_local = here.config, dataclasses.replace(here.config, mode="local")
     monkeypatch.setattr(here, "config", to_local)
-    params, opt = make(every=4)
+    params, opt = make(every=4, nonfinite="skip")
     opt.broadcast(params)
-    train(params, opt, rank, range(10))
+    train(params, opt, rank, range(9))
+    bad = {name: np.full_like(leaf, np.nan if rank == 0 else 0.0) for name, leaf in params.items()}
+    opt.step(params, bad)  # rank 0, which saves, skips it: a step of all ranks
     if rank == 0:
         with pytest.raises(InputError, match=r"written after a round: call opt.round\(\) on all ranks before opt.save"):
             opt.save(tmp_path, params)
@@ -243,7 +246,8 @@ def test_checkpoints_between_modes(rank, size, tmp_path, monkeypatch):
     for config in (sync, to_local):
         here.config = config
         again, other = make(every=4)
-        assert other.restore(tmp_path, again) == 10
+        assert other.restore(tmp_path, again) == other.global_step == 10
+        assert other.optimizer.global_step == (10 if config is sync else 9)
         assert allred.digest(again) == allred.digest(params)
         train(again, other, rank, range(10, 18))
         other.round()

@@ -212,7 +212,8 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
 class _CommittedState:
     """The committed state of a training, for membership/recovery.py."""
 
-    name, interrupted, checks_operations, defers_changes = "hvd.elastic.run", False, False, False
+    name, interrupted, checks_operations = "hvd.elastic.run", False, False
+    trains_in_rounds, defers_changes, steps_made = False, False, 0
 
     def __init__(self, state: State, job: RestartableJob) -> None:
         self._state, self._job = state, job
@@ -224,8 +225,8 @@ class _CommittedState:
     def refusal(self) -> str:
         return ""
 
-    def complete_round(self, params: Any, has_state: bool) -> tuple[int, int]:
-        return 0, 0
+    def complete_round(self, params: Any, has_state: bool) -> None:
+        """The ranks make no rounds."""
 
     def keep_settings(self) -> None:
         """There is nothing to keep: `restore` loads the settings of the commit."""
