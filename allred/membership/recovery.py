@@ -9,8 +9,9 @@
 
 A step is committed when its update is complete. agreement.py has the protocol, and why it is right.
 
-In mode local a committed step is an exchange of a round. Between two rounds each rank makes its own steps, which are
-not lost: the rank notices the change at the next round, and completes it in the next world with the others.
+In mode local `Member.step` counts exchanges of rounds instead of steps. Between two rounds each rank makes its own
+steps, which are not lost: the rank notices the change at the next round, and completes it in the next world with the
+others.
 """
 
 import dataclasses

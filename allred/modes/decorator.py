@@ -63,7 +63,8 @@ class _Distributed:
             step (`opt.skipped` counts them), or "ignore"; default: the setting of that name.
         name: the name of the optimizer in errors.
         process_set: an allred.ProcessSet, the ranks that train together; default: all. Mode sync only.
-        compression: how gradients travel: an `allred.Compression`. No effect in mode ps.
+        compression: how gradients are sent, an `allred.Compression`; default: none. Mode local: how the changes of the
+            parameters are sent. No effect in mode ps.
         error_feedback: whether the errors of compression between hosts are added to the gradients of the next step;
             default: with `int8` and `int4`. Takes 4 bytes for each element on each host.
         clip_norm: the largest norm of all gradients together after the reduction (and after `accumulate`); gradients
@@ -85,12 +86,13 @@ class _Distributed:
 
     Mode local, and mode ps with `every` (docs/slow-links.md):
         every: steps from one round to the next; default: the setting `local_steps`, 32. In mode ps, steps from one
-            exchange with the servers to the next; default: 1.
+            exchange with the servers to the next; default: 1, mode ps without rounds, where `outer` has no effect.
         outer: the optimizer of allred.optim that applies the mean of the ranks' changes; default:
             `allred.optim.SGD(0.7, momentum=0.5, nesterov=True)`; in mode ps, policies async and bounded,
             `SGD(1 / workers)`.
         fragments: mode local: the number of parts of the parameters, whose rounds begin at different steps.
-        delay: mode local: the number of steps that the exchange of a fragment takes, while the ranks go on training.
+        delay: mode local: the number of steps between the beginning of an exchange and the use of its result, in which
+            the ranks go on training; default 0, less than `every`.
         mix: with delay, the share of this rank's parameters after the exchange; the rest is that of all ranks.
 
     Raises TypeError for another target, InputError for an argument that cannot be used.
@@ -210,7 +212,7 @@ def _wrap_function(function: Callable[..., Any], options: StepOptions, values: b
             try:
                 mean = reduce_gradients(communicator, reducer, checks, step, title, settings)
             except AllredError as error:
-                reducer.drop_errors()
+                reducer.drop_residuals()
                 if isinstance(error, MismatchError) and len(set(re.findall(rf"{_ARGUMENT} (\w+)", str(error)))) > 1:
                     where = str(error).partition("\n")[2]
                     error.args = ("\n".join(filter(None, (f"{title}: {_DIFFERENT_ARGUMENTS}", where))),)

@@ -48,9 +48,9 @@ class LocalMode(SyncMode):
         rounds.on_exchange, rounds.on_lost = self._commit_exchange, self._drop_lost_state
         self._leaves: dict[str, Array] = {}
         self._samples_of_step: int | None = None
-        self.steps_made = 0  # of this rank; between two rounds that of others may differ
+        self.steps_made = 0  # of this rank; between two rounds other ranks may have made another number
         self._is_complete = True  # whether the ranks are equal: no step was made since the last round
-        self._has_changed = False  # whether a change of the ranks has interrupted the exchange of the last step
+        self._ranks_changed = False  # whether a change of the ranks has interrupted the exchange of the last step
         self._is_open = False  # whether a step has begun that is not committed
         self.continues_step = False  # set by a hooked torch optimizer: the next call of `step` is of the same step
 
@@ -95,10 +95,11 @@ class LocalMode(SyncMode):
         except RanksChanged:
             if recovery is None or not recovery.absorbs():
                 raise
-            self._has_changed = True  # the next batch forms the next world, which completes the round
+            self._ranks_changed = True  # the next batch forms the next world, which completes the round
 
     def _drop_lost_state(self) -> None:
-        """Drop states of the optimizer that are not finite, such as moments: nor were the parameters."""
+        """Set the states of the optimizer that are not finite to zero, such as moments: the parameters of this rank
+        were not finite, and it begins again from the base."""
         for _, state in self._states():
             if not np.isfinite(state).all():
                 state[...] = 0
@@ -176,10 +177,10 @@ class LocalMode(SyncMode):
     @property
     def defers_changes(self) -> bool:
         is_alone = functions.current().size == 1  # its rounds have no wait that notices a change
-        return bool(self._leaves) and not self._has_changed and not is_alone
+        return bool(self._leaves) and not self._ranks_changed and not is_alone
 
     def begin_world(self) -> None:
-        self._has_changed = self._is_open = False
+        self._ranks_changed = self._is_open = False
         self._rounds.begin_world()
 
     def complete_round(self, params: Any, has_state: bool) -> int:
@@ -205,7 +206,7 @@ class LocalMode(SyncMode):
     def before_checkpoint(self) -> None:
         self._complete_step()
         self._make_round()
-        self._rounds.drop_errors()
+        self._rounds.drop_residuals()
         self._average("the states of the optimizers", self._states())
 
     def _states(self) -> list[tuple[str, Array]]:
@@ -260,7 +261,7 @@ class LocalMode(SyncMode):
 
     @property
     def at_boundary(self) -> bool:
-        return self._rounds.at_boundary and not self._has_changed  # a rank that has joined does not end this step
+        return self._rounds.at_boundary and not self._ranks_changed  # a rank that has joined does not end this step
 
     # Texts.
 

@@ -136,7 +136,7 @@ class StepOptions:
         object.__setattr__(self, name, value)
 
     @property
-    def keeps_errors(self) -> bool:
+    def keeps_residuals(self) -> bool:
         """Whether errors of compression are kept (error_feedback.py)."""
         return self.compression.is_quantized if self.error_feedback is None else self.error_feedback
 
@@ -254,7 +254,8 @@ class SessionSupport(ABC):
 
     @property
     def at_boundary(self) -> bool:
-        """Mode local: whether the last step ended in a round, so that all ranks have the same parameters."""
+        """Mode local: whether the last step ended a period of `every` steps, which all ranks end together. Without
+        fragments and delay their parameters are equal then."""
         return True
 
     def before_checkpoint(self) -> None:  # noqa: B027

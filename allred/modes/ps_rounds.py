@@ -44,7 +44,7 @@ _LARGEST_MOMENTUM = 0.5
 
 
 def options_of_rounds(options: StepOptions) -> StepOptions:
-    """Return the options with the outer optimizer of the servers. Raises InputError for one that would diverge."""
+    """Return the options with the outer optimizer of the servers. Raises InputError: see `check_outer`."""
     here = context.current()
     policy, workers = options.policy(here.config), here.workers
     options = dataclasses.replace(options, fragments=1, delay=0)
@@ -56,7 +56,9 @@ def options_of_rounds(options: StepOptions) -> StepOptions:
 
 
 def check_outer(name: str, outer: Optimizer, workers: int) -> None:
-    """Raise InputError if an outer optimizer would diverge that is applied to the change of each worker alone."""
+    """Raise InputError if its rate is above 1 / workers, or its momentum is large. With policies async and bounded the
+    servers apply the change of each worker separately: then `workers` updates would move the parameters further than
+    the workers have moved, which may diverge."""
     momentum, rate = getattr(outer, "momentum", 0.0), outer.learning_rate
     how = "and is applied to the change of each worker alone (policies async and bounded)"
     if momentum > _LARGEST_MOMENTUM:
@@ -85,7 +87,7 @@ class PsRounds(Rounds):
         self._checked_lr, self._workers = self._outer.lr, here.workers
         self._applies_alone = not isinstance(options.policy(here.config), Sync)
         self._tensors: list[Tensor] = []  # of the base
-        self._steps_before = 0  # of the restored checkpoint, which are no multiple of `every`
+        self._steps_before = 0  # the step of the restored checkpoint, modulo `every`
 
     def broadcast(self, params: Any, tensors: list[Tensor], root: int, values: bool) -> None:
         named = zip(tensors, nest.leaves(params), strict=True)

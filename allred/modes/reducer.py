@@ -41,7 +41,7 @@ class Reducer:
 
     def __init__(self, options: StepOptions, title: str, more_flags: MoreFlags | None = None) -> None:
         self._op, self._compression = options.op, options.compression
-        self.errors = ErrorFeedback() if options.keeps_errors else None
+        self.errors = ErrorFeedback() if options.keeps_residuals else None
         self.weight: float | None = None  # of this rank in the last reduction, as in Agreement
         self.samples = 0  # of all ranks in the last reduction; 0 if they were not counted
         self.overlapped = False  # whether a rank had passed gradients to opt.reduce() before the last negotiation
@@ -72,7 +72,7 @@ class Reducer:
         self._last = tensors, self._plans[key]
         return self._plans[key]
 
-    def drop_errors(self) -> None:
+    def drop_residuals(self) -> None:
         """Drop the errors of compression. Called on all ranks, between steps."""
         if self.errors is not None:
             self.errors.drop()

@@ -48,11 +48,16 @@ _WEIGHT_UNIT = 2**20  # weights are whole multiples of 1 / _WEIGHT_UNIT
 class _FragmentRound(NamedTuple):
     """The exchange of a fragment that is under way.
 
-    number, names: of the fragment and its parameters. changes, record: sums over the ranks, when it is complete; of the
-    weights of the ranks, of 1, of `lost`, of whether samples are known, of whether they are unknown, of a hash of the
-    base and of its square. lost: whether this rank begins again from the base. due: the step at which it is completed.
-    delayed: whether the rank makes steps before. sent_bytes: of the communicator before it. weight, counted: of this
-    rank's steps."""
+    number, names: of the fragment and its parameters. changes, record: sums over the ranks, when it is complete. lost:
+    whether this rank begins again from the base. due: the step at which it is completed. delayed: whether the rank
+    makes steps before. sent_bytes: of the communicator before it. weight, counted: of this rank's steps.
+
+    record: int64, shape (7,)
+        0     weight, in units of 1 / _WEIGHT_UNIT
+        1, 2  number of ranks; of these, ranks whose parameters are not finite
+        3, 4  ranks that know their numbers of samples; that do not
+        5, 6  a hash of the base, of _HASH_BITS bits; its square. If all bases are equal, [6] * [1] == [5] ** 2
+    """
 
     work: Work[list[Array]]
     number: int
@@ -220,7 +225,7 @@ class Rounds:
             exchange.work.wait()
         self._pending, self.base = [], {}
         self._begin_schedule()
-        self.drop_errors()
+        self.drop_residuals()
 
     def broadcast(self, params: Any, tensors: list[Tensor], root: int, values: bool) -> None:
         """Begin with parameters that are equal on all ranks. Collective. values: whether the state of the outer
@@ -239,7 +244,7 @@ class Rounds:
             )
         return params
 
-    def drop_errors(self) -> None:
+    def drop_residuals(self) -> None:
         """Drop the errors of compression. On all ranks."""
         self._residuals.clear()
 
@@ -290,7 +295,7 @@ class Rounds:
         return np.asarray(self.base[name].astype(wide, copy=False) - leaf.astype(wide, copy=False))
 
     def _residual(self, communicator: Communicator, names: list[str], group: list[Array]) -> Array | None:
-        if not (self._options.keeps_errors and communicator.backend.encodes):
+        if not (self._options.keeps_residuals and communicator.backend.encodes):
             return None
         key = tuple(names)
         if key not in self._residuals:
@@ -303,7 +308,7 @@ class Rounds:
             self._weights[exchange.number] += exchange.weight
             self._counted[exchange.number] &= exchange.counted
         self._pending = []
-        self.drop_errors()
+        self.drop_residuals()
 
     def complete(self, leaves: dict[str, Array]) -> None:
         """Make a round after a change of the ranks, whatever the number of steps. Collective. leaves: all parameters in

@@ -200,7 +200,7 @@ class SyncMode(Mode):
             scale = clipper.scaler.get_scale()
             clipper.scaler.update(mean is None, self._title)
             if clipper.scaler.get_scale() != scale:
-                self._reducer.drop_errors()
+                self._reducer.drop_residuals()
         self._end(given, mean is not None)
         repeats = given.plain and self._sharded is None
         self._last = given._replace(grads=None, values=[]) if repeats else None  # frees the gradients
@@ -234,7 +234,7 @@ class SyncMode(Mode):
         self.was_skipped = not used
         ignores = self._reducer.errors is not None and self._checks.policy == "ignore"
         if not used or (ignores and not _sums_are_finite(given.values)):  # torch's GradScaler skips such a step
-            self._reducer.drop_errors()
+            self._reducer.drop_residuals()
         self._checks.end(used)
         if self._completes is None:
             self.commit(used)
@@ -265,7 +265,7 @@ class SyncMode(Mode):
         if self._reducer.overlapped and not communicator.checks_places:  # the line that sends a bucket varies
             self._overlap = self._overlap or self._new_overlap()
             self._overlap.agree_on_order(given, given.values if mean is None else mean)
-            self._reducer.drop_errors()  # buckets follow
+            self._reducer.drop_residuals()  # buckets follow
         return mean
 
     def _apply(self, given: StepInput, mean: list[Any]) -> None:
@@ -305,11 +305,11 @@ class SyncMode(Mode):
             if not overlap.has_order:
                 return self._reduce(given, overlap.has_begun)
             if overlap.needs_all_gradients(given.communicator, given.samples):
-                self._reducer.drop_errors()  # of buckets
+                self._reducer.drop_residuals()  # of buckets
                 try:
                     return self._reduce(given)
                 finally:
-                    self._reducer.drop_errors()
+                    self._reducer.drop_residuals()
             return overlap.finish(given)
         except AllredError:
             overlap.forget_order()  # on all ranks
@@ -319,7 +319,7 @@ class SyncMode(Mode):
 
     def abandon_step(self) -> None:
         """Forget a step whose gradients were reduced, but make no update. Called on all ranks."""
-        self._reducer.drop_errors()
+        self._reducer.drop_residuals()
 
     # Parameters and state.
 
@@ -335,7 +335,7 @@ class SyncMode(Mode):
         if self._sharded is not None:
             self._sharded.forget_state()
         self.forget_order()  # a rank that had joined does not know it
-        self._reducer.drop_errors()
+        self._reducer.drop_residuals()
 
     def _broadcast_state(self, communicator: Communicator, params: Any, root: int, values: bool) -> None:
         """Copy the numbers of steps and updates, and if `values` the state of the optimizer."""
@@ -374,7 +374,7 @@ class SyncMode(Mode):
 
     def begin_world(self) -> None:
         """Forget what belongs to the last world, and a step that was begun there and is lost."""
-        self._reducer.drop_errors()
+        self._reducer.drop_residuals()
         self._reducer.steady, self._reducer.negotiated, self._last = None, (), None
         self._checks.begin(self._committed_steps)
         self._overlap = None
@@ -390,11 +390,11 @@ class SyncMode(Mode):
 
     def load_state_dict(self, state: Any) -> None:
         self._optimizer.load_state_dict(state)
-        self._reducer.drop_errors()
+        self._reducer.drop_residuals()
 
     def load_new_state(self, state: Any) -> None:
         load_new_state(self._optimizer, state)
-        self._reducer.drop_errors()
+        self._reducer.drop_residuals()
 
     def save(self, params: Any, extra: Any, copy: bool) -> Callable[[str], str]:
         with arena.paused():

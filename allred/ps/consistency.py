@@ -6,7 +6,7 @@
     Sync(replicas_to_aggregate=3) a step is the mean of the first 3 fresh gradients: with 4 workers there is one backup
                                   worker, and the last gradient of each step is dropped
     Sync(replicas_to_aggregate=3, grace_s=2.0)
-                                  a step waits 2 seconds longer for the gradients of the other workers
+                                  a step with 3 gradients waits up to 2 seconds for the other workers
 
 A policy is a record. Its coordinator, a state machine on server 0 without clock, socket or array, decides which workers
 may continue. The staleness of each gradient, which the statistics contain, is measured in step_handler.py.
@@ -60,7 +60,7 @@ class Coordinator(abc.ABC):
 
     @property
     def needed(self) -> int:
-        """The number of gradients in the current step."""
+        """The number of gradients with which the current step ends, without `close`."""
         return 1
 
     def begin(self, worker: int) -> bool:
@@ -92,12 +92,12 @@ class Coordinator(abc.ABC):
 
     @property
     def in_grace(self) -> bool:
-        """Whether the current step has the gradients that it needs, and waits for more until `close`."""
+        """Whether the current step has `replicas_to_aggregate` gradients, and accepts others until `close`."""
         return False
 
     def close(self) -> None:
         """End the wait for more gradients: the current step ends with those that it has accepted."""
-        raise AssertionError("close: no step waits for more gradients than it needs")
+        raise AssertionError("close: in this policy no step has a grace time")
 
     @property
     def _carries(self) -> str:
@@ -327,9 +327,10 @@ class Sync:
     replicas_to_aggregate: number of gradients in a step, an integer >= 1. Fewer than the workers: the others are backup
     workers. More: workers give several. None: one gradient of every worker that has not left.
     total_num_replicas: number of workers, as in TensorFlow; None: any.
-    grace_s: with replicas_to_aggregate, how many seconds a step waits for the other workers' gradients when it has
-    these; a number >= 0. Then each worker gives at most one gradient in a step. None: a step ends at once.
-    Raises InputError.
+    grace_s: seconds, >= 0, that a step stays open after it has replicas_to_aggregate gradients, for those of the other
+    workers; it ends earlier when every live worker has given one. Then each worker gives at most one gradient in a
+    step. None: a step ends as soon as it has replicas_to_aggregate.
+    Raises InputError for other numbers, and for grace_s without replicas_to_aggregate.
 
     >>> Sync(replicas_to_aggregate=3, total_num_replicas=4).describe()
     'sync: a step is the mean of the first 3 fresh gradients, later ones are dropped; 4 workers, 1 of them backup'

@@ -5,8 +5,9 @@
     ddp.register_comm_hook(None, allred.torch.int8_hook)
 
 Between hosts that are connected by TCP, gradients travel in 8 or 4 bits, with error feedback (docs/slow-links.md);
-elsewhere, and on GPUs, as without a hook. `state` is None, or the process group of the DistributedDataParallel. Errors
-are dropped when a mean is not finite; not at checkpoints, which a hook does not know of.
+elsewhere, and on GPUs, as without a hook. `state` is None, or the process group of the DistributedDataParallel.
+Residuals are reset when a mean is not finite. A hook does not know of checkpoints, so a run that is continued from one
+does not have the bits of the run that wrote it.
 """
 
 import functools
@@ -23,13 +24,19 @@ from allred.torch.process_group import ProcessGroupAllred
 
 
 def int8_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook: gradients travel between hosts as `allred.Compression.int8`. Raises InputError if the
+    """A communication hook: gradients are sent between hosts as `allred.Compression.int8`. Returns a future of the flat
+    buffer of the bucket, which then has the mean over the ranks. state: None, or the process group of the module.
+
+    Gradients that are not in CPU memory are reduced uncompressed, with any backend. Raises InputError for others if the
     process group is not of backend "allred"."""
     return _reduce(Compression.int8, state, bucket)
 
 
 def int4_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook: gradients travel between hosts as `allred.Compression.int4`. Raises InputError if the
+    """A communication hook: gradients are sent between hosts as `allred.Compression.int4`. Returns a future of the flat
+    buffer of the bucket, which then has the mean over the ranks. state: None, or the process group of the module.
+
+    Gradients that are not in CPU memory are reduced uncompressed, with any backend. Raises InputError for others if the
     process group is not of backend "allred"."""
     return _reduce(Compression.int4, state, bucket)
 
@@ -55,5 +62,5 @@ def _complete(group: ProcessGroupAllred, bucket: dist.GradBucket, future: Any) -
     future.wait()  # raises its error
     buffer = bucket.buffer()
     if not torch.isfinite(buffer.sum()):  # on all ranks; a GradScaler skips this step
-        group.drop_errors()
+        group.drop_residuals()
     return buffer

@@ -162,7 +162,7 @@ class ProcessGroupAllred(dist.ProcessGroup):
             self._residuals[parameters[0]] = found
         return found[1]
 
-    def drop_errors(self) -> None:
+    def drop_residuals(self) -> None:
         """Drop the errors of compression."""
         self._residuals.clear()
 
@@ -460,7 +460,7 @@ class ProcessGroupAllred(dist.ProcessGroup):
         self.flight_record = flight_recorder.group_record(self.communicator, self._timeout_s)
         self._unfinished.clear()
         self._finished.clear()
-        self.drop_errors()
+        self.drop_residuals()
         if self.recovery is not None:
             rendezvous.set_env_variables(os.environ)
         elastic_group.begin_world(self)

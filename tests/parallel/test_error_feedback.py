@@ -105,7 +105,7 @@ def test_errors_of_a_skipped_step_are_dropped(between_hosts, size):
     np.testing.assert_array_equal(params["w"], first["w"])
 
 
-def test_a_scaler_that_changes_its_scale_and_a_broadcast_drop_errors(between_hosts):
+def test_a_scaler_that_changes_its_scale_and_a_broadcast_drop_residuals(between_hosts):
     first, opt = start()
     train(first, opt, [5])
     for case in ("scaler", "broadcast", "load_state_dict"):
@@ -121,7 +121,7 @@ def test_a_scaler_that_changes_its_scale_and_a_broadcast_drop_errors(between_hos
         np.testing.assert_allclose(params["w"], first["w"], rtol=1e-6)
 
 
-def test_a_function_of_gradients_keeps_errors_too(between_hosts, size):
+def test_a_function_of_gradients_keeps_residuals_too(between_hosts, size):
     step = allred.distributed.gradients(lambda: [gradients(allred.rank(), 1)["w"]], compression=Compression.int4)
     total = sum(step()[0].astype(np.float64) for _ in range(30))
     assert np.abs(total - 30 * means([1], size)).max() < 3
