@@ -100,7 +100,7 @@ test-install: $(VENV_mpich)/.test ## the install commands of the pages in empty 
 # Each test goes to the process that is free, except those of an xdist_group.
 test-spark: $(VENV_mpich)/.spark ## Spark: local, local-cluster and standalone (installs pyspark, and Java with apt-get where root)
 	bash tests/install.sh java java openjdk-17-jre-headless
-	$(VENV_mpich)/bin/python -m pytest -n 2 --dist loadgroup tests/spark $(T)
+	$(VENV_mpich)/bin/python -m pytest -n 2 --dist loadgroup tests/spark $(if $(PART),-m full $(FULL) || test $$? = 5,$(T))
 
 # The machine's own Python; nothing is downloaded. allred is installed into a folder in PYTHONPATH: cupy looks for NVRTC in
 # the site-packages of its own Python, and would not find it from a virtual environment. MPI_WHEEL: an MPI, if there is none.

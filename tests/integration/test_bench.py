@@ -5,7 +5,7 @@ import math
 import pathlib
 
 import pytest
-from harness import MPICH_BY_DEFAULT, MPIS, mpirun, python
+from harness import MPICH_BY_DEFAULT, MPIS, full, mpirun, python
 
 BENCHMARKS = str(pathlib.Path(__file__).parents[2] / "benchmarks")
 KEYS = [
@@ -176,6 +176,7 @@ def check_several_servers(result, consistency, dtype):
     assert consistency != "sync" or set(line["staleness"]) == {"0"}
 
 
+@full
 def test_the_start_of_jobs():
     result = python("-m", "allred", "bench", "start", "--runs", 1, "--json")
     assert result.code == 0, result.text
@@ -241,6 +242,7 @@ def test_malloc_tuned_starts_itself_again_and_ps_prints_a_table(mpi):
     assert table.splitlines()[-1].strip().startswith("staleness: 0: ")
 
 
+@full
 def test_data():
     """Costs 2 s: two ranks, each with four processes of prefetch. Rank 0 alone prints, JSON and a table."""
     result = bench_several(2, f"data {' '.join(TINY)}", "data --seconds 0")
@@ -288,6 +290,7 @@ def test_one_rank_without_mpirun():
     assert line["command"].startswith("python -m allred bench allreduce")
 
 
+@full
 def test_arrays_on_gpus_against_nccl():
     """With a simulated GPU: the measured times mean nothing."""
     program = pathlib.Path(__file__).with_name("gpu_bench_program.py")

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from harness import BIN, MPIS, mpirun, python, run
+from harness import BIN, MPIS, full, mpirun, python, run
 
 NO_MPI = {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}
 
@@ -273,6 +273,7 @@ def test_a_rank_that_dies_while_mpi_starts():
     assert failing(result) in (["world"], ["ranks"]), result.text  # ranks: rank 0 was still probing
 
 
+@full
 def test_a_trial_that_raises_on_one_rank_is_reported_with_its_error():
     change = "command._WATCHDOG_EXTRA_S = 1.0\nif RANK == 1: trials.time_allreduce = lambda _: 1 / 0"
     result = mpirun(2, "-c", changed(change, limit_s=3))

@@ -195,7 +195,7 @@ print(json.dumps(found) + "\\n", end="", flush=True)
 
 
 @pytest.mark.parametrize(("mpi", "options"), [
-    ("mpich", []), ("openmpi", []), pytest.param("openmpi", ["--bind-to", "none"], marks=pytest.mark.full),
+    ("mpich", []), *(pytest.param("openmpi", each, marks=pytest.mark.full) for each in ([], ["--bind-to", "none"])),
 ])  # fmt: skip
 def test_init_limits_the_threads_to_the_cores_of_a_rank_and_shutdown_restores_them(mpi, options):
     """3 s. numpy's OpenBLAS starts a thread for each core that it may use."""

@@ -11,7 +11,7 @@ import time
 import urllib.request
 
 import pytest
-from harness import BIN, MPIS, environment, mpirun
+from harness import BIN, MPIS, environment, full, mpirun
 from ports import reserved_ports
 
 PROGRAM = """
@@ -138,6 +138,7 @@ def scrape(port):
         return page.read().decode()
 
 
+@full
 def test_the_metrics_end_with_the_job(tmp_path):
     [port] = reserved_ports(1)
     with Job(tmp_path, 2, "slow", ALLRED_METRICS=str(port), ALLRED_JOB="measured") as job:

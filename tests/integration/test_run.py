@@ -131,6 +131,7 @@ def test_a_second_ctrl_c_leaves_no_process(mpi, tmp_path):
     assert "a second signal, SIGINT: ending all processes" in result.err, result.text
 
 
+@full  # by default test_every_sample_counts_once_in_a_job_that_is_killed_and_resized
 @mpich
 def test_resized_jobs_lose_and_repeat_no_step(mpi, tmp_path):
     result = allred_run(mpi, tmp_path, "-np", 2, "--max-np", 3, PROGRAM, "resize", "3,1")

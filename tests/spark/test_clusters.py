@@ -85,6 +85,7 @@ def standalone(tmp_path_factory):
             cluster.stop()
 
 
+@pytest.mark.full  # by default an executor is lost in the test below
 def test_too_few_slots_and_an_executor_that_is_lost(tmp_path):
     """And the end of a driver whose ranks were fed."""
     command = [sys.executable, PROGRAM, LOCAL_CLUSTER, "lost", tmp_path]

@@ -45,7 +45,7 @@ def start(sc, map_fun, args, workers=3, **options):
     return AllredCluster.run(sc, map_fun, args, workers, input_mode=InputMode.SPARK, **options)
 
 
-@pytest.mark.parametrize("servers", [0, 1])
+@pytest.mark.parametrize("servers", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_every_row_arrives_once_in_each_epoch(spark, sc, tmp_path, servers):
     """In mode sync, where workers get different numbers of rows, and in mode async."""
     cluster = start(sc, read_rows, {"out": str(tmp_path)}, 3 + servers, num_ps=servers)
