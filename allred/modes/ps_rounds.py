@@ -113,12 +113,16 @@ class PsRounds(Rounds):
         self.completed += 1
         world.current().counters.count_round()
         if self.servers.dropped > dropped and not lost:
-            self._weights[0] = weight
+            self._weights[0], self.is_global = weight, False
             return self._rebase(leaves, before)
         for name, leaf in leaves.items():
             leaf[...] = self.base[name]
         if lost:
             self._count_lost()
+
+    def end_step(self, leaves: dict[str, Array], samples: int | None) -> None:
+        super().end_step(leaves, samples)
+        self.is_global = self.is_global and not self._weights[0]  # a change that was dropped has its weight
 
     def _exchange(self, changes: list[Array | None]) -> None:
         """Push the changes, and pull the base."""
@@ -142,7 +146,7 @@ class PsRounds(Rounds):
             leaf[...] = moved.astype(leaf.dtype)
 
     def round(self, leaves: dict[str, Array]) -> None:
-        if not self.is_global or self._weights[0]:  # of a change that was dropped
+        if not self.is_global:
             self._begin(0, leaves, 0)
             self.steps = 0
 

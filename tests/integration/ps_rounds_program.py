@@ -82,6 +82,12 @@ def quorum(grace_s):
     opt.pull(params)
     assert params["w"].tolist() == [18.0] * 3
     assert opt.global_step == 4
+    round_of(0, -1.0)  # for the step that worker 1 has ended
+    if in_turn(0):
+        opt.round()  # without another step
+    allred.barrier()
+    opt.pull(params)
+    assert (params["w"].tolist(), opt.dropped) == ([20.0] * 3, 1)
 
 
 def grace():
