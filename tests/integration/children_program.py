@@ -95,7 +95,7 @@ def task(case, cluster, index, queue, directory):
 
 def main(method, directory, *cases):
     context = multiprocessing.get_context(method)
-    queue, started = context.Queue(), {}
+    queue, started = context.SimpleQueue(), {}  # `put` returns when the value is in the pipe, also at the exit
     ports = reserved_ports(2 * len(cases))
     for number, case in enumerate(cases):
         cluster = {"worker": [f"127.0.0.1:{port}" for port in ports[2 * number : 2 * number + 2]]}
