@@ -432,8 +432,8 @@ class DistributedOptimizer:
         self._get_mode().round()
 
     def pull(self, params: Any) -> None:
-        """Mode ps: overwrite the parameters with those of the servers; with `every`, the steps since the last exchange
-        are lost. Mode sync: no effect; they are equal."""
+        """Mode ps: overwrite the parameters with the parameters of the servers; with `every`, the steps since the last
+        exchange are lost. Mode sync: no effect; they are equal."""
         self._get_mode().pull(params)
 
     def finish(self) -> None:

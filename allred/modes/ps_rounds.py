@@ -151,11 +151,11 @@ class PsRounds(Rounds):
             self.steps = 0
 
     def restart(self) -> None:
-        """Begin to count `every` steps. The base stays: it is that of the servers."""
+        """Begin a period of `every` steps. The base, the parameters of the servers, stays."""
         self._begin_schedule()
 
     def pull(self, params: Any) -> None:
-        """Overwrite the base and the parameters with those of the servers."""
+        """Overwrite the base and the parameters with the parameters of the servers."""
         self.servers.pull(self.base)
         named = dict(nest.leaves(params))
         if missing := sorted(self.base.keys() - named):
@@ -221,7 +221,7 @@ class PsLocalMode(LocalMode):
         self.dropped = self._servers.dropped
 
     def _average(self, *arguments: Any) -> None:
-        """No effect: buffers and optimizer states are those of this worker."""
+        """No effect: each worker keeps its own buffers and optimizer states."""
 
     def pull(self, params: Any) -> None:
         self._complete_step()

@@ -73,7 +73,7 @@ class Reducer:
         return self._plans[key]
 
     def drop_residuals(self) -> None:
-        """Drop the errors of compression. Called on all ranks, between steps."""
+        """Drop the residuals of compression. Called on all ranks, between steps."""
         if self.errors is not None:
             self.errors.drop()
             self.steady = None

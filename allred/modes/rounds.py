@@ -245,7 +245,7 @@ class Rounds:
         return params
 
     def drop_residuals(self) -> None:
-        """Drop the errors of compression. On all ranks."""
+        """Drop the residuals of compression. On all ranks."""
         self._residuals.clear()
 
     def _fragment(self, number: int) -> list[str]:

@@ -327,9 +327,9 @@ class Sync:
     replicas_to_aggregate: number of gradients in a step, an integer >= 1. Fewer than the workers: the others are backup
     workers. More: workers give several. None: one gradient of every worker that has not left.
     total_num_replicas: number of workers, as in TensorFlow; None: any.
-    grace_s: seconds, >= 0, that a step stays open after it has replicas_to_aggregate gradients, for those of the other
-    workers; it ends earlier when every live worker has given one. Then each worker gives at most one gradient in a
-    step. None: a step ends as soon as it has replicas_to_aggregate.
+    grace_s: seconds, >= 0, that a step stays open for other gradients after it has replicas_to_aggregate; it ends
+    earlier when every live worker has given one. Then each worker gives at most one gradient in a step. None: a step
+    ends as soon as it has replicas_to_aggregate.
     Raises InputError for other numbers, and for grace_s without replicas_to_aggregate.
 
     >>> Sync(replicas_to_aggregate=3, total_num_replicas=4).describe()
@@ -363,9 +363,8 @@ class Sync:
             else f"the first {count(needed, 'fresh gradient')}, later ones are dropped"
         )
         if self.grace_s is not None:
-            text = (
-                f"sync: a step is the mean of {count(needed or 0, 'gradient')} and those of the next {self.grace_s:g} s"
-            )
+            first = count(needed or 0, "gradient")
+            text = f"sync: a step is the mean of {first} and of others in the next {self.grace_s:g} s"
         if total is not None:
             text += f"; {count(total, 'worker')}"
             if needed is not None and needed < total:

@@ -433,7 +433,7 @@ class Session:
         self._times = times
         if step_report.stop and optimizer.session_support.is_lockstep and (in_lockstep or alone):
             self._stop_reason = self._stop_reason or step_report.stop
-        if in_lockstep or not optimizer.session_support.is_lockstep:  # else they are those of this rank
+        if in_lockstep or not optimizer.session_support.is_lockstep:  # else they are of this rank alone
             self._reported = self.step, step_report.values
         self._call_hooks(step_report.values)
         if step_report.save and not self._stop_reason:
