@@ -29,7 +29,7 @@ $(error MPI=$(MPI) is not one of mpich, openmpi)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-torch test test-reconfigure test-model test-unit test-parallel test-integration test-full test-torch test-torch-suite test-slurm test-sge test-kubernetes test-browser test-spark test-install fuzz sanitize cuda test-gpu bench-gpu bench-gpu-host gpu-environment loops bench bench-torch bench-overlap bench-checkpoint lint types settings diagram docs format clean
+.PHONY: test-jax help demo demo-torch test test-reconfigure test-model test-unit test-parallel test-integration test-full test-torch test-torch-suite test-slurm test-sge test-kubernetes test-browser test-spark test-install fuzz sanitize cuda test-gpu bench-gpu bench-gpu-host gpu-environment loops bench bench-torch bench-overlap bench-checkpoint lint types settings diagram docs format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -74,6 +74,9 @@ test-torch: $(VENV_mpich)/.torch ## what needs torch (installs it); PART=3/12 fo
 
 test-torch-suite: $(VENV_mpich)/.torch-suite ## PyTorch's own tests of its backends, with gloo and allred; PART=3/40 for a part of it
 	$(VENV_mpich)/bin/python -m pytest -n 2 tests/pytorch_suite $(FULL)
+
+test-jax: $(VENV_mpich)/.jax ## what needs JAX (installs it, optax, Flax and Equinox); PART=3/12 for a part of what only --full runs
+	$(VENV_mpich)/bin/python -m pytest -n 2 --dist loadfile tests/with_jax $(if $(PART),-m full $(FULL) || test $$? = 5,$(T))
 
 test-reconfigure: .venv-reconfigure/.test ## the group of dist._reconfigure with torch 2.14 in a venv of its own (5.5 GB)
 	.venv-reconfigure/bin/python -m pytest tests/pytorch/test_reconfigure.py --full $(T)
@@ -258,6 +261,11 @@ requirements = $(@D)/bin/python -c 'import tomllib; extras = tomllib.load(open("
 .venv-reconfigure/.test: .venv-reconfigure/bin/python $(SOURCES) $(INTERRUPTED)
 	$(call install,mpich$(comma)test)
 	$(@D)/bin/python -m pip install --quiet torch==2.14.1
+# The version that the tests are run with.
+.venv/.jax: .venv/.test
+	$(@D)/bin/python -m pip install --quiet jax==0.10.2
+	$(call requirements,jax)
+	$(call requirements,jax-libraries)
 .venv/.torch-suite: .venv/.torch
 	$(call requirements,torch-suite)
 .venv/.spark .venv/.dev .venv/.docs .venv/.browser: .venv/.test

@@ -315,6 +315,14 @@ class HostReductions(Group):
         """Run `_complete`, and wait for it."""
         self.queue.start(f"{reduction.kind}{quoted(reduction.name)}", self._complete(operation, reduction)).wait()
 
+    def complete_grouped(self, operation: "CheckedOperation", targets: list[Array], op: ReduceOp, name: str) -> None:
+        """Wait for a grouped allreduce in place that C began."""
+        try:
+            self._complete_now(operation, Reduction("grouped_allreduce", targets, targets, op, name, _NONE))
+        except BaseException as error:
+            self._poison_if_pending(error)
+            raise
+
     def _reduce(self, reduction: Reduction) -> Steps[None]:
         descriptor, (_, sources, targets, op, _, compression, checks_finite, _, residual) = (
             reduction.descriptor(),

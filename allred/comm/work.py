@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_NOT_THE_PROGRAM = ("allred", "_allred_torch", "contextlib", "scipy", "torch", "typing_extensions")
+_NOT_THE_PROGRAM = frozenset(
+    ["_allred_torch", "allred", "contextlib", "equinox", "flax", "jax", "optax", "scipy", "torch", "typing_extensions"]
+)
 _SPINS = 50  # tests in a row before the core is yielded; about 20 us
 SPIN_WAIT_S = 0.001
 _AWAKE_S = 0.1  # without progress for this long, start to sleep

@@ -31,6 +31,11 @@ def update_group(
     changed then. dtypes: float32 and float64. slot_names: of csrc/update.h; None for a missing slot."""
 
 def leaves_of(structure: Any, tree: Any, /) -> list[Any] | None: ...
+def xla_handler(run: Any, /) -> Any:
+    """Return the handler of custom calls as a capsule. run(number, arguments, results, operation) runs a call:
+    arguments and results are lists of (memory, dtype of XLA, shape), and operation is a reduction that C has begun, or
+    None. It returns None, or (segment, queue, op, name) if C can repeat the call as a reduction."""
+
 def reads_arrays(array: Any, /) -> bool:
     """Whether the functions with `array_type` support arrays of this type. array: writable, two dimensions or more."""
 

@@ -34,6 +34,7 @@ _STATUS: dict[Any, int] = {KeyboardInterrupt: 130}  # by exception; 1 for any ot
 
 _Hook = Callable[[type[BaseException], BaseException, types.TracebackType | None], Any]
 
+originals: list[Callable[[BaseException], BaseException]] = []  # return the exception that another one reports
 _end_soon: Callable[[int], None] | None = None
 _pid = 0
 _hook: _Hook | None = None  # the one that was installed last
@@ -89,6 +90,9 @@ def _handle(
     if (watcher := world.watcher()) is not None:
         watcher.is_exiting = True
     ends = _uncaught() is error
+    for original_of in originals:
+        error = original_of(error)
+    kind = type(error)
     shown = True
     if ends:
         exit_callbacks.call_and_print(error)

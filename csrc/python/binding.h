@@ -43,6 +43,9 @@ PyObject *allred_python_match(PyObject *module, PyObject *const *args, Py_ssize_
 PyObject *allred_python_disjoint(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *allred_python_hash_window(PyObject *module, PyObject *const *args, Py_ssize_t count);
 
+/* xla_call.c */
+PyObject *allred_python_xla_handler(PyObject *module, PyObject *callable);
+
 /* segment_network.c */
 PyObject *allred_python_network_bytes(PyObject *module, PyObject *args);
 

@@ -341,6 +341,7 @@ static PyMethodDef methods[] = {
     METHOD("arm_exit", arm_exit, METH_VARARGS, "Set what this process does at exit; False if libc cannot. See exit.h."),
     METHOD("report_mpi_call", report_mpi_call, METH_VARARGS,
            "Write the MPI function of a thread on a signal; see mpi_call.h."),
+    METHOD("xla_handler", allred_python_xla_handler, METH_O, "Return the handler of custom calls; see xla_call.c."),
     {NULL, NULL, 0, NULL}};
 
 static int add_types(PyObject *module) {

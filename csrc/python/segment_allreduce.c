@@ -16,13 +16,25 @@ static int position(PyObject *tuple, PyObject *item) {
   return -1;
 }
 
-/* Return the number of elements; if `words` is not NULL, mix the size of each dimension into it. */
-static size_t count_elements(const allred_array *array, uint64_t *words) {
+/* Make a table entry of memory of a plain dtype; 0 if the fast path does not support it. */
+static int enter_memory(Segment *self, const allred_memory *memory, allred_header *header, allred_tensor *tensor) {
+  const int code = memory->dtype;
   size_t count = 1;
-  for (int i = 0; i < array->nd; i++) {
-    count *= (size_t)array->dimensions[i];
-    if (words) *words = allred_mix(*words, (uint64_t)array->dimensions[i]);
+  if (code < 0 || !allred_reduce_kernel(self->variant, code, header->op & ALLRED_OP_BITS)) return 0;
+  if (header->op & ALLRED_WEIGHTED && !allred_can_weigh(code, allred_header_weight(header))) return 0;
+  header->words = allred_mix(header->words, (uint64_t)code << 8 | (uint64_t)memory->nd);
+  for (int i = 0; i < memory->nd; i++) {
+    count *= (size_t)memory->dimensions[i];
+    header->words = allred_mix(header->words, (uint64_t)memory->dimensions[i]);
   }
+  const int wire = allred_wire_of(self, code, allred_header_wire(header), memory->nd, count);
+  *tensor = (allred_tensor){memory->in, memory->out, count * allred_dtype_bytes(code), code, wire, 0, 0};
+  return 1;
+}
+
+static size_t count_elements(const allred_array *array) {
+  size_t count = 1;
+  for (int i = 0; i < array->nd; i++) count *= (size_t)array->dimensions[i];
   return count;
 }
 
@@ -35,19 +47,14 @@ static int enter(Segment *self, Operation *operation, PyObject *source, PyObject
     self->last_code = position(self->dtypes, in->descr);
     self->last_dtype = self->last_code < 0 ? NULL : in->descr; /* the tuple keeps it alive */
   }
-  const int code = self->last_code;
-  if (code < 0 || !allred_reduce_kernel(self->variant, code, header->op & ALLRED_OP_BITS)) return 0;
-  if (header->op & ALLRED_WEIGHTED && !allred_can_weigh(code, allred_header_weight(header))) return 0;
   if (!(in->flags & out->flags & ALLRED_ARRAY_C_CONTIGUOUS) || !(out->flags & ALLRED_ARRAY_WRITEABLE)) return 0;
-  header->words = allred_mix(header->words, (uint64_t)code << 8 | (uint64_t)in->nd);
-  const size_t bytes = count_elements(in, &header->words) * allred_dtype_bytes(code);
+  const allred_memory memory = {in->data, out->data, self->last_code, in->nd, in->dimensions};
+  if (!enter_memory(self, &memory, header, tensor)) return 0;
   if (source != target) {
-    if (out->descr != in->descr || count_elements(out, NULL) * allred_dtype_bytes(code) != bytes) return 0;
+    if (out->descr != in->descr || count_elements(out) != count_elements(in)) return 0;
     allred_hold_array(operation, target);
   }
   allred_hold_array(operation, source);
-  const int wire = allred_wire_of(self, code, allred_header_wire(header), in->nd, bytes / allred_dtype_bytes(code));
-  *tensor = (allred_tensor){in->data, out->data, bytes, code, wire, 0, 0};
   return 1;
 }
 
@@ -198,6 +205,22 @@ static int overlap(Segment *self, const allred_tensor *tensors, Py_ssize_t count
   return 0;
 }
 
+/* Reduce the first `count` tensors of the table as one operation. */
+static PyObject *run_group(Segment *self, Operation *operation, allred_header *header, Py_ssize_t count,
+                           int checks_finite, PyObject *residual, PyObject *name) {
+  size_t bytes = 0;
+  for (Py_ssize_t i = 0; i < count; i++) {
+    allred_tensor *tensor = &operation->tensors[i];
+    tensor->index = (uint32_t)i;
+    header->count += tensor->bytes / allred_dtype_bytes(tensor->dtype);
+    bytes += tensor->bytes;
+  }
+  const Py_ssize_t kept = allred_group_by_dtype(operation->tensors, count);
+  if (kept < 0 || overlap(self, operation->tensors, kept)) return not_supported(self, operation);
+  return run(self, operation, header, kept, checks_finite, residual,
+             (allred_trace_event){.bytes = bytes, .grouped = 1, .name = name});
+}
+
 /* Reduce lists of arrays as one operation; the header has its kind, op and name, and maybe a weight. */
 static PyObject *reduce_group(Segment *self, PyObject *sources, PyObject *targets, allred_header *header, uint64_t word,
                               int checks_finite, PyObject *residual, PyObject *name) {
@@ -207,19 +230,24 @@ static PyObject *reduce_group(Segment *self, PyObject *sources, PyObject *target
   if (!operation) Py_RETURN_NONE;
   if (allred_make_room(operation, count ? count : 1) < 0) return not_supported(self, operation);
   header->words = allred_mix(word, (uint64_t)count);
-  size_t bytes = 0;
-  for (Py_ssize_t i = 0; i < count; i++) {
-    allred_tensor *tensor = &operation->tensors[i];
-    if (!enter(self, operation, PyList_GetItem(sources, i), PyList_GetItem(targets, i), header, tensor))
+  for (Py_ssize_t i = 0; i < count; i++)
+    if (!enter(self, operation, PyList_GetItem(sources, i), PyList_GetItem(targets, i), header, &operation->tensors[i]))
       return not_supported(self, operation);
-    tensor->index = (uint32_t)i;
-    header->count += tensor->bytes / allred_dtype_bytes(tensor->dtype);
-    bytes += tensor->bytes;
-  }
-  const Py_ssize_t kept = allred_group_by_dtype(operation->tensors, count);
-  if (kept < 0 || overlap(self, operation->tensors, kept)) return not_supported(self, operation);
-  return run(self, operation, header, kept, checks_finite, residual,
-             (allred_trace_event){.bytes = bytes, .grouped = 1, .name = name});
+  return run_group(self, operation, header, count, checks_finite, residual, name);
+}
+
+PyObject *allred_segment_reduce_memory(Segment *self, const allred_memory *memory, Py_ssize_t count, PyObject *op,
+                                       PyObject *name) {
+  PyObject *const options[] = {op, name};
+  allred_header header = {.kind = ALLRED_KIND_GROUPED_ALLREDUCE, .dtype = 255, .root = -1};
+  if (!read_options(self, options, 2, &header)) Py_RETURN_NONE;
+  Operation *operation = take_spare(self);
+  if (!operation) Py_RETURN_NONE;
+  if (allred_make_room(operation, count) < 0) return not_supported(self, operation);
+  header.words = allred_mix(0, (uint64_t)count);
+  for (Py_ssize_t i = 0; i < count; i++)
+    if (!enter_memory(self, &memory[i], &header, &operation->tensors[i])) return not_supported(self, operation);
+  return run_group(self, operation, &header, count, 0, Py_None, name);
 }
 
 PyObject *allred_segment_grouped_allreduce(Segment *self, PyObject *const *args, Py_ssize_t count) {

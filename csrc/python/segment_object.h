@@ -2,6 +2,7 @@
  * The Python types of the shared-memory backend.
  *
  *   segment_type.c         Segment: one rank's view of the shared memory of its node, and the queue of its operations
+ *   xla_call.c             reductions of JAX: the fast path of Segment for the memory of a program of XLA
  *   segment_allreduce.c    the fast path of Segment: plain arrays are checked and hashed in C, and usually reduced
  *   segment_collectives.c  allgather, broadcast, alltoall and reducescatter of Segment
  *   segment_arenas.c       the arenas of Segment
@@ -98,6 +99,18 @@ static inline int allred_wire_of(const Segment *self, int dtype, int wire, int d
   if (allred_is_quantized(wire) && dimensions < 2 && elements <= ALLRED_EXEMPT_ELEMENTS) return 0;
   return allred_encodes(dtype, wire) ? wire : 0;
 }
+
+/* An array of an operation: `out` is `in`, or overlaps no array of the operation. dtype: its code, or less than 0. */
+typedef struct {
+  char *in, *out;
+  int dtype, nd;
+  const Py_ssize_t *dimensions;
+} allred_memory;
+
+/* As the method grouped_allreduce, of memory that does not overlap. The caller keeps it until the operation that this
+ * may return is complete. */
+PyObject *allred_segment_reduce_memory(Segment *self, const allred_memory *memory, Py_ssize_t count, PyObject *op,
+                                       PyObject *name);
 
 /* Return the headers of all ranks in an operation. */
 PyObject *allred_headers(const Segment *segment, uint64_t number);

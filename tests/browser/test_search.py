@@ -82,6 +82,8 @@ QUERIES = [
     ("mpi4py", "from-mpi4py"),
     ("kubernetes", "kubernetes"),
     ("spark", "spark"),
+    ("jax", "jax"),
+    ("optax", "jax"),
     ("dask", "comparison"),
     ("ray", "comparison"),
     # Names

@@ -27,6 +27,7 @@ PACKAGES = (
         "bench",
         "testing",
         "torch",
+        "jax",
         "__init__",
         "server",
         "startup",

@@ -1,0 +1,171 @@
+"""Averaged gradients in programs of JAX: the operation `JaxAveraging`, and `average_gradients`.
+
+The operation calls mode sync (allred/modes/sync.py) on the memory of the gradients, with an optimizer that makes no
+update. So gradients of JAX have the same checks, weights, compression and timeline as those of numpy and torch.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from allred import world
+from allred.arrays import Array
+from allred.comm.ops import Compression, ReduceOp
+from allred.comm.process_set import ProcessSet
+from allred.errors import InputError
+from allred.jax.custom_call import Function
+from allred.jax.jax_collectives import copy
+from allred.jax.primitive import JaxCollective, bind, check_dtype
+from allred.jax.trees import names_of
+from allred.modes.optimizer import DistributedOptimizer
+
+
+class NoUpdate:
+    """An optimizer that leaves the parameters as they are. mean: the averaged gradients of the last step; {} if it was
+    skipped."""
+
+    mean: dict[str, Array]
+
+    def step(self, params: dict[str, Array], mean: dict[str, Array]) -> None:
+        self.mean = mean
+
+
+class GradientAverager(DistributedOptimizer):
+    """A distributed optimizer that averages gradients, and leaves the update to JAX."""
+
+    def __init__(self, update: NoUpdate, **options: Any) -> None:
+        super().__init__(update, **options)
+        self._update = update
+        self._zeros: dict[str, Array] = {}  # in place of parameters that are not known
+
+    @property
+    def skips(self) -> bool:
+        """Whether a step with gradients that are not finite is skipped."""
+        return (self._options.nonfinite or world.config().nonfinite) == "skip"
+
+    def average(self, grads: dict[str, Array], params: dict[str, Array] | None, samples: int | None) -> bool:
+        """Replace gradients by their mean over the ranks. Return whether it is used. JaxCollective."""
+        if params is None:
+            if any(name not in self._zeros or self._zeros[name].shape != grad.shape for name, grad in grads.items()):
+                self._zeros = {name: np.zeros(grad.shape, grad.dtype) for name, grad in grads.items()}
+            params = self._zeros
+        self._update.mean = {}
+        self.step(params, grads, samples)
+        mean, self._update.mean = self._update.mean, {}
+        for name, value in mean.items():
+            if value is not grads[name]:
+                grads[name][...] = value
+        return bool(mean)
+
+
+@dataclasses.dataclass(frozen=True)
+class JaxAveraging(JaxCollective):
+    """The operands: gradients, then parameters if `has_params`, then the number of samples if `has_samples`. The
+    results: averaged gradients, then whether they are used if `tells_use`."""
+
+    averager: GradientAverager
+    names: tuple[str, ...]
+    has_params: bool
+    has_samples: bool
+    tells_use: bool
+
+    def results(self, operands: Sequence[Any]) -> list[Any]:
+        used = [jax.core.ShapedArray((), jnp.dtype(bool))] if self.tells_use else []
+        return [*operands[: len(self.names)], *used]
+
+    def function(self, title: str) -> Function:
+        def run(sources: list[Array], targets: list[Array], operation: Any) -> None:
+            count = len(self.names)
+            copy(sources[:count], targets[:count])
+            params = dict(zip(self.names, sources[count : 2 * count], strict=True)) if self.has_params else None
+            samples = int(sources[-1]) if self.has_samples else None
+            used = self.averager.average(dict(zip(self.names, targets[:count], strict=True)), params, samples)
+            if self.tells_use:
+                targets[-1][...] = used
+
+        return run
+
+    def jvp(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        raise InputError(f"{self.name}: averaged gradients have no derivative; use allred.jax.allreduce")
+
+    def batch(self, operands: Sequence[Any], axes: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
+        raise InputError(f"{self.name}: gradients are averaged once for a whole batch; call it outside of jax.vmap")
+
+
+def average(averager: GradientAverager, grads: Any, params: Any, samples: Any, ordered: bool) -> tuple[Any, Any]:
+    """Return the averaged gradients; and whether they are used, or None if always."""
+    name = averager.name
+    if (mode := world.config().mode) != "sync":
+        raise InputError(
+            f"{name}: gradients are averaged in mode sync, and this job is in mode {mode}; use the method `step` of "
+            "allred.jax.distributed(...)"
+        )
+    leaves, structure = jax.tree_util.tree_flatten(grads)
+    operands = [jnp.asarray(leaf) for leaf in leaves]
+    for operand in operands:
+        check_dtype(operand)
+    if not operands:
+        return grads, None
+    if params is not None:
+        values, own = jax.tree_util.tree_flatten(params)
+        if own != structure:
+            raise InputError(f"{name}: parameters and gradients differ in structure: {own} and {structure}")
+        operands += [jnp.asarray(value) for value in values]
+    if samples is not None:
+        operands.append(jnp.asarray(samples, jnp.int32))
+    collective = JaxAveraging(
+        name, None, ordered, averager, tuple(names_of(grads)), params is not None, samples is not None, averager.skips
+    )
+    results = bind(collective, operands)
+    mean = jax.tree_util.tree_unflatten(structure, results[: len(leaves)])
+    return mean, results[-1] if averager.skips else None
+
+
+@functools.cache
+def _averager(names: tuple[str, ...], **options: Any) -> GradientAverager:
+    return GradientAverager(NoUpdate(), **options)
+
+
+def average_gradients(
+    grads: Any,
+    samples: Any = None,
+    *,
+    params: Any = None,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    name: str = "gradients",
+    nonfinite: str | None = None,
+    compression: Compression = Compression.none,
+    process_set: ProcessSet | None = None,
+    ordered: bool = True,
+) -> Any:
+    """Return the mean over all ranks of a pytree of gradients, as one operation. Inside and outside of `jax.jit`.
+
+    The checks are those of a step of `allred.distributed` (docs/mistakes.md). A gradient with NaN or infinity is an
+    error that names its path in the pytree.
+
+    Arguments:
+        grads: a pytree of arrays of floats.
+        samples: how many samples the gradients of this rank are the mean of, a number or an array of shape (): ranks
+            are weighted by it. Known automatically if the program runs inside `allred.data.batches`. If no rank gives
+            it, all count equally.
+        params: the parameters, a pytree like `grads`: 1024 of their elements are compared between ranks in each step.
+        op, name, nonfinite, compression, process_set: as of `allred.distributed`; nonfinite may be raise or ignore.
+        ordered: see `allred.jax.allreduce`.
+
+    JaxCollective, in mode sync.
+
+    Example: on 2 ranks, `average_gradients({"w": jnp.full(2, float(allred.rank()))})` returns `{"w": [0.5, 0.5]}`.
+    """
+    averager = _averager(
+        tuple(names_of(grads)), op=op, name=name, nonfinite=nonfinite, compression=compression, process_set=process_set
+    )
+    if averager.skips:
+        raise InputError(
+            f"{name}: with nonfinite='skip' the update must be skipped too; use allred.jax.distributed(transformation)"
+        )
+    return average(averager, grads, params, samples, ordered)[0]
