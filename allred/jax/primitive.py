@@ -83,7 +83,7 @@ _collective_p.multiple_results = True
 
 def bind(collective: JaxCollective, operands: Sequence[Any]) -> list[Any]:
     """Add an operation to the program that JAX traces, or run it."""
-    return _collective_p.bind(*operands, collective=collective)  # type: ignore[no-any-return]
+    return _collective_p.bind(*operands, collective=collective, in_place=True)  # type: ignore[no-any-return]
 
 
 def check_dtype(value: Any) -> None:
@@ -100,12 +100,13 @@ def check_dtype(value: Any) -> None:
 @functools.cache
 def _program(collective: JaxCollective) -> Any:
     def operation(*operands: Any) -> list[Any]:
-        return bind(dataclasses.replace(collective, ordered=False), operands)
+        alone = dataclasses.replace(collective, ordered=False)
+        return _collective_p.bind(*operands, collective=alone, in_place=False)  # type: ignore[no-any-return]
 
     return jax.jit(operation)
 
 
-def _run(*operands: Any, collective: JaxCollective) -> list[Any]:
+def _run(*operands: Any, collective: JaxCollective, in_place: bool) -> list[Any]:
     results = collective.run_directly(operands)
     if results is None:
         with custom_call.own_errors():
@@ -113,7 +114,7 @@ def _run(*operands: Any, collective: JaxCollective) -> list[Any]:
     return results
 
 
-def _abstract(*operands: Any, collective: JaxCollective) -> tuple[list[Any], set[Any]]:
+def _abstract(*operands: Any, collective: JaxCollective, in_place: bool) -> tuple[list[Any], set[Any]]:
     return collective.results(operands), {ORDERED} if collective.ordered else set()
 
 
@@ -150,7 +151,8 @@ def _function_of(block: Any) -> str:
     return str(mlir.ir.StringAttr(operation.attributes["sym_name"]).value)
 
 
-def _lower(context: Any, *operands: Any, collective: JaxCollective) -> Any:
+def _lower(context: Any, *operands: Any, collective: JaxCollective, in_place: bool) -> Any:
+    """in_place: let results have the memory of operands. XLA copies those that it needs later."""
     module = context.module_context
     program = str(mlir.ir.StringAttr(module.module.operation.attributes["sym_name"]).value)
     if (devices := device_count(module.axis_context)) > 1:
@@ -170,7 +172,7 @@ def _lower(context: Any, *operands: Any, collective: JaxCollective) -> Any:
         custom_call.TARGET,
         operand_layouts=[_layout(each) for each in inputs],
         result_layouts=[_layout(each) for each in outputs],
-        operand_output_aliases=shared if collective.ordered else None,
+        operand_output_aliases=shared if in_place else None,
     )
     results = lowering(context.replace(avals_in=inputs, avals_out=outputs), *operands, call=np.int64(call))
     if collective.ordered:
@@ -183,7 +185,7 @@ def _layout(aval: Any) -> Any:
     return None if aval is TOKEN else tuple(reversed(range(aval.ndim)))
 
 
-def _refuse(context: Any, *operands: Any, collective: JaxCollective) -> Any:
+def _refuse(context: Any, *operands: Any, collective: JaxCollective, in_place: bool) -> Any:
     raise InputError(
         f"allred.jax works with JAX on CPUs; '{collective.name}' is in a program for "
         f"{', '.join(context.module_context.platforms)}. Set JAX_PLATFORMS=cpu"
@@ -192,10 +194,12 @@ def _refuse(context: Any, *operands: Any, collective: JaxCollective) -> Any:
 
 _collective_p.def_impl(_run)
 _collective_p.def_effectful_abstract_eval(_abstract)
-ad.primitive_jvps[_collective_p] = lambda primals, tangents, collective: collective.jvp(primals, tangents)
-ad.primitive_transposes[_collective_p] = lambda cotangents, *operands, collective: collective.transpose(
+ad.primitive_jvps[_collective_p] = lambda primals, tangents, collective, in_place: collective.jvp(primals, tangents)
+ad.primitive_transposes[_collective_p] = lambda cotangents, *operands, collective, in_place: collective.transpose(
     cotangents, operands
 )
-batching.primitive_batchers[_collective_p] = lambda operands, axes, collective: collective.batch(operands, axes)
+batching.primitive_batchers[_collective_p] = lambda operands, axes, collective, in_place: collective.batch(
+    operands, axes
+)
 register_lowering(_collective_p, _refuse)
 register_lowering(_collective_p, _lower, "cpu")
