@@ -29,7 +29,7 @@ $(error MPI=$(MPI) is not one of mpich, openmpi)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: test-jax help demo demo-torch test test-reconfigure test-model test-unit test-parallel test-integration test-full test-torch test-torch-suite test-slurm test-sge test-kubernetes test-browser test-spark test-install fuzz sanitize cuda test-gpu bench-gpu bench-gpu-host gpu-environment loops bench bench-torch bench-overlap bench-checkpoint lint types settings diagram docs format clean
+.PHONY: test-jax test-jax-oldest help demo demo-torch test test-reconfigure test-model test-unit test-parallel test-integration test-full test-torch test-torch-suite test-slurm test-sge test-kubernetes test-browser test-spark test-install fuzz sanitize cuda test-gpu bench-gpu bench-gpu-host gpu-environment loops bench bench-torch bench-overlap bench-checkpoint lint types settings diagram docs format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -53,6 +53,7 @@ ranks = echo "== $(1), $(2) ranks"; $(1)/bin/mpirun -np $(2) $(1)/bin/python -m 
 # Open MPI binds each rank to a core and spins, so two jobs that run at once would share a core and wait for each other.
 test-parallel test-full: export PRTE_MCA_hwloc_default_binding_policy := none
 test-parallel test-full: export OMPI_MCA_mpi_yield_when_idle := 1
+test-full: SHELL := /bin/bash
 
 test-parallel: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## the contract suites under mpirun: MPICH at 2 and 3 ranks, Open MPI at 2
 	@set -e; for n in 2 3; do $(call ranks,$(VENV_mpich),$$n) $(T); done; $(call ranks,$(VENV_openmpi),2) $(T)
@@ -60,10 +61,11 @@ test-parallel: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## the contract suites 
 test-integration: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## whole programs: examples, failing ranks, launchers
 	$(VENV_mpich)/bin/python -m pytest -n 8 --dist worksteal tests/integration $(T)
 
-test-full: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## all combinations of parameters, 1 to 4 ranks; PART=3/12 for a part of it
-	@set -e; for n in 1 2 3 4; do $(call ranks,$(VENV_mpich),$$n) $(FULL); done; \
-	  for n in 2 3; do $(call ranks,$(VENV_openmpi),$$n) $(FULL); done; \
-	  export ALLRED_BACKEND=mpi; $(call ranks,$(VENV_mpich),3) $(FULL)
+# JOBS: an environment and a number of ranks each, and the backend if it is not the default one.
+JOBS := mpich:1 mpich:2 mpich:3 mpich:4 openmpi:2 openmpi:3 mpich:3:mpi
+test-full: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## all combinations of parameters, 1 to 4 ranks; PART=3/12 for a part of it; JOBS=mpich:3
+	@set -e; for job in $(JOBS); do IFS=: read -r mpi n backend <<< "$$job"; venv=.venv; [ $$mpi = mpich ] || venv=.venv-$$mpi; \
+	  [ -z "$$backend" ] || export ALLRED_BACKEND=$$backend; $(call ranks,$$venv,$$n) $(FULL); unset ALLRED_BACKEND; done
 	$(VENV_mpich)/bin/python -m pytest -n 8 --dist worksteal tests/integration $(FULL)
 
 # With PART, a part of the tests that only --full runs; code 5: this part has none. One process runs all tests of a file,
@@ -77,6 +79,9 @@ test-torch-suite: $(VENV_mpich)/.torch-suite ## PyTorch's own tests of its backe
 
 test-jax: $(VENV_mpich)/.jax ## what needs JAX (installs it, optax, Flax and Equinox); PART=3/12 for a part of what only --full runs
 	$(VENV_mpich)/bin/python -m pytest -n 2 --dist loadfile tests/with_jax $(if $(PART),-m full $(FULL) || test $$? = 5,$(T))
+
+test-jax-oldest: .venv-jax-oldest/.test ## the same with the oldest supported JAX, in a venv of its own
+	.venv-jax-oldest/bin/python -m pytest -n 2 --dist loadfile tests/with_jax $(T)
 
 test-reconfigure: .venv-reconfigure/.test ## the group of dist._reconfigure with torch 2.14 in a venv of its own (5.5 GB)
 	.venv-reconfigure/bin/python -m pytest tests/pytorch/test_reconfigure.py --full $(T)
@@ -220,10 +225,10 @@ format: $(VENV_mpich)/.dev ## let ruff and clang-format rewrite the sources
 	$(VENV_mpich)/bin/clang-format -i csrc/*.[ch] csrc/python/*.[ch] tests/csrc/*.c tests/csrc/*.h
 
 clean: ## remove the environments and what was built
-	rm -rf $(VENV_mpich) $(VENV_openmpi) .venv-reconfigure build *.egg-info allred/native/*.so .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV_mpich) $(VENV_openmpi) .venv-reconfigure .venv-jax-oldest build *.egg-info allred/native/*.so .pytest_cache .mypy_cache .ruff_cache
 
 # One rule makes all environments. The stamp of each set of extras depends on what the extension is built from.
-.venv/bin/python .venv-openmpi/bin/python .venv-reconfigure/bin/python:
+.venv/bin/python .venv-openmpi/bin/python .venv-reconfigure/bin/python .venv-jax-oldest/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "allred needs Python >= 3.11, and $(PYTHON) is `$(PYTHON) --version 2>&1`; try: make PYTHON=python3.12 ..."; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' || \
@@ -266,6 +271,9 @@ requirements = $(@D)/bin/python -c 'import tomllib; extras = tomllib.load(open("
 	$(@D)/bin/python -m pip install --quiet jax==0.10.2
 	$(call requirements,jax)
 	$(call requirements,jax-libraries)
+.venv-jax-oldest/.test: .venv-jax-oldest/bin/python $(SOURCES) $(INTERRUPTED)
+	$(call install,mpich$(comma)test)
+	$(@D)/bin/python -m pip install --quiet jax==0.6.0 jaxlib==0.6.0 optax flax equinox
 .venv/.torch-suite: .venv/.torch
 	$(call requirements,torch-suite)
 .venv/.spark .venv/.dev .venv/.docs .venv/.browser: .venv/.test

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from allred import world
+from allred import native, world
 from allred.cluster import mpi_progress
 from allred.comm.header import OpDescriptor
 from allred.errors import AllredError, InputError, MismatchError
@@ -440,6 +440,8 @@ class WorkQueue:
                     long_wait = long_wait or Wait(self.describe(), self.quiet, self.members, earlier=self.earlier)
                     long_wait.report(now - start, peers or getattr(pending, "needs_all_ranks", False))
                     time.sleep(min(_SLEEP_SHARE * (now - last_progress), _LONGEST_SLEEP_S))
+                    if native.xla_interrupted():
+                        raise KeyboardInterrupt
                 else:
                     done = pending.spin_wait()
                 if not done:

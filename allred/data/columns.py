@@ -97,6 +97,9 @@ def idx(path: str | os.PathLike[str]) -> Array:
 _ARRAYS = ("__array__", "__array_interface__", "__cuda_array_interface__")
 
 
+_JAX_ALIGNMENT, _COPIED_BYTES = 64, 2**14  # smaller batches are copied, which takes less time than to align them
+
+
 class Column(Protocol):
     """Source of rows for `batches`."""
 
@@ -127,9 +130,16 @@ class ArrayColumn:
         return len(self._array) if self._array.ndim else 0
 
     def pick(self, rows: Array) -> Array:
-        """Return `array[rows]`."""
-        picked: Array = self._array[rows]
-        return picked
+        """Return `array[rows]`; a large one at an address that JAX on CPUs uses without a copy."""
+        array, shape = self._array, (len(rows), *self._array.shape[1:])
+        nbytes = arrays.size_of(shape) * array.itemsize
+        if nbytes < _COPIED_BYTES or array.dtype.hasobject or type(array) not in (np.ndarray, np.memmap):
+            picked: Array = array[rows]
+            return picked
+        memory = np.empty(nbytes + _JAX_ALIGNMENT, np.uint8)
+        start = -memory.ctypes.data % _JAX_ALIGNMENT
+        aligned: Array = memory[start : start + nbytes].view(array.dtype).reshape(shape)
+        return array.take(rows, 0, aligned, "wrap")  # with "raise", as is the default, it would copy
 
     def __reduce__(self) -> Any:
         view = _view_of_file(self._array)

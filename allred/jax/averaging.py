@@ -5,7 +5,6 @@ update. So gradients of JAX have the same checks, weights, compression and timel
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ from allred.jax.jax_collectives import copy
 from allred.jax.primitive import JaxCollective, bind, check_dtype
 from allred.jax.trees import names_of
 from allred.modes.optimizer import DistributedOptimizer
+from allred.modes.sync import SyncMode
 
 
 class NoUpdate:
@@ -48,10 +48,15 @@ class GradientAverager(DistributedOptimizer):
         """Whether a step with gradients that are not finite is skipped."""
         return (self._options.nonfinite or world.config().nonfinite) == "skip"
 
-    def average(self, grads: dict[str, Array], params: dict[str, Array] | None, samples: int | None) -> bool:
-        """Replace gradients by their mean over the ranks. Return whether it is used. JaxCollective."""
+    def average(
+        self, title: str, grads: dict[str, Array], params: dict[str, Array] | None, samples: int | None
+    ) -> bool:
+        """Replace gradients by their mean over the ranks. Return False if the step is skipped. Collective. title: must
+        be the same on all ranks."""
+        self._sync_mode().title_of_call = title if params is None else f"{title}, with parameters"
         if params is None:
-            if any(name not in self._zeros or self._zeros[name].shape != grad.shape for name, grad in grads.items()):
+            known = {name: (zeros.shape, zeros.dtype) for name, zeros in self._zeros.items()}
+            if known != {name: (grad.shape, grad.dtype) for name, grad in grads.items()}:
                 self._zeros = {name: np.zeros(grad.shape, grad.dtype) for name, grad in grads.items()}
             params = self._zeros
         self._update.mean = {}
@@ -61,6 +66,17 @@ class GradientAverager(DistributedOptimizer):
             if value is not grads[name]:
                 grads[name][...] = value
         return bool(mean)
+
+    def _sync_mode(self) -> SyncMode:
+        mode = self._get_mode()
+        assert isinstance(mode, SyncMode)
+        return mode
+
+    def refusal(self) -> str:
+        return ", ".join(["JAX", *filter(None, [super().refusal()])])
+
+    def replicated(self, trained: dict[str, Any]) -> Any:
+        raise InputError("the parameters are arrays of JAX, which cannot be changed in place")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +100,11 @@ class JaxAveraging(JaxCollective):
             copy(sources[:count], targets[:count])
             params = dict(zip(self.names, sources[count : 2 * count], strict=True)) if self.has_params else None
             samples = int(sources[-1]) if self.has_samples else None
-            used = self.averager.average(dict(zip(self.names, targets[:count], strict=True)), params, samples)
+            used = self.averager.average(title, dict(zip(self.names, targets[:count], strict=True)), params, samples)
             if self.tells_use:
                 targets[-1][...] = used
+            elif not used:
+                raise InputError(f"{title}: the step is skipped, but the program does not expect it")
 
         return run
 
@@ -117,7 +135,10 @@ def average(averager: GradientAverager, grads: Any, params: Any, samples: Any, o
             raise InputError(f"{name}: parameters and gradients differ in structure: {own} and {structure}")
         operands += [jnp.asarray(value) for value in values]
     if samples is not None:
-        operands.append(jnp.asarray(samples, jnp.int32))
+        is_large = isinstance(samples, int) and not 0 <= samples < 2**31
+        if is_large or jnp.shape(samples) or not jnp.issubdtype(jnp.result_type(samples), jnp.integer):
+            raise InputError(f"{name}: samples={samples!r} must be an integer from 0 to 2**31 - 1, with shape ()")
+        operands.append(jnp.asarray(samples))
     collective = JaxAveraging(
         name, None, ordered, averager, tuple(names_of(grads)), params is not None, samples is not None, averager.skips
     )
@@ -126,9 +147,15 @@ def average(averager: GradientAverager, grads: Any, params: Any, samples: Any, o
     return mean, results[-1] if averager.skips else None
 
 
-@functools.cache
+_AVERAGERS = world.Slot(dict[Any, GradientAverager])  # of `average_gradients`, by arguments
+
+
 def _averager(names: tuple[str, ...], **options: Any) -> GradientAverager:
-    return GradientAverager(NoUpdate(), **options)
+    known = _AVERAGERS.of(world.current())
+    key = names, *options.values()
+    if key not in known:
+        known[key] = GradientAverager(NoUpdate(), **options)
+    return known[key]
 
 
 def average_gradients(
@@ -157,7 +184,7 @@ def average_gradients(
         op, name, nonfinite, compression, process_set: as of `allred.distributed`; nonfinite may be raise or ignore.
         ordered: see `allred.jax.allreduce`.
 
-    JaxCollective, in mode sync.
+    Collective, in mode sync.
 
     Example: on 2 ranks, `average_gradients({"w": jnp.full(2, float(allred.rank()))})` returns `{"w": [0.5, 0.5]}`.
     """

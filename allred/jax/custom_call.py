@@ -6,7 +6,6 @@ calls `_run` here with the number of the call and the memory of its arguments an
 XLA reports an exception of a call as an error of its own with the same text. `original` returns the exception itself.
 """
 
-import _thread
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from allred.errors import InputError
 from allred.jax import jax_internals
 from allred.watch import excepthook
 
-TARGET = "allred"  # the name by which programs refer to the handler
+TARGET, IDENTITY = "allred", "allred identity"  # the names by which programs refer to the handlers
 
 # Called with the arguments, the results, which it fills, and an operation that C has begun, or None. Returns None, or
 # what C needs to repeat a reduction: (segment, queue, op, name).
@@ -37,7 +36,6 @@ _PREFIX = "ABORTED: "  # before the text; see xla_call.c
 
 _functions: list[Function] = []  # by the numbers of the calls
 _lock = threading.Lock()
-_last_error: BaseException | None = None
 
 
 def new_call(function: Function) -> int:
@@ -52,20 +50,18 @@ def _array(memory: memoryview, dtype: int, shape: tuple[int, ...]) -> Array:
 
 
 def _run(number: int, arguments: list[Any], results: list[Any], operation: Any) -> tuple[Any, ...] | None:
-    global _last_error
-    try:
-        sources, targets = [_array(*each) for each in arguments], [_array(*each) for each in results]
-        return _functions[number](sources, targets, operation)
-    except BaseException as error:
-        _last_error = error
-        if isinstance(error, KeyboardInterrupt):
-            _thread.interrupt_main()  # again, where the program is: XLA reports this one as an error of its own
-        raise
+    if number < 0:
+        raise InputError(
+            "allred.jax: an operation runs on a second device of this process, but a rank has one; set "
+            "jax_num_cpu_devices to 1, and start one rank for each device"
+        )
+    sources, targets = [_array(*each) for each in arguments], [_array(*each) for each in results]
+    return _functions[number](sources, targets, operation)
 
 
 def original(error: BaseException) -> BaseException:
     """Return the exception of allred, or Ctrl-C, that JAX has reported with `error`; else `error` itself."""
-    last, text = _last_error, str(error)
+    last, text = native.xla_last_error(), str(error)
     if last is None or not isinstance(error, _ERRORS_OF_XLA) or not text.startswith(_PREFIX):
         return error
     if text.removeprefix(_PREFIX).strip() != str(last).strip():
@@ -95,7 +91,7 @@ def own_errors() -> Iterator[None]:
 
 def install() -> None:
     """Register the handler with XLA. Raises InputError without allred's C extension, or if JAX has run a program."""
-    if native.xla_handler is None:
+    if native.xla_handlers is None:
         raise InputError(f"allred.jax needs the C extension of allred, which is {native.reason}")
     if not jax_internals.run_programs_in_the_calling_thread():
         raise InputError(
@@ -103,5 +99,6 @@ def install() -> None:
             "on CPUs: each one ends before its call returns. Move `import allred.jax` to the top, or call "
             'jax.config.update("jax_cpu_enable_async_dispatch", False) there'
         )
-    jax.ffi.register_ffi_target(TARGET, native.xla_handler(_run), platform="cpu")
+    for target, handler in zip((TARGET, IDENTITY), native.xla_handlers(_run), strict=True):
+        jax.ffi.register_ffi_target(target, handler, platform="cpu")
     excepthook.originals.append(original)

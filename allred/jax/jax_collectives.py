@@ -101,7 +101,7 @@ class JaxBroadcast(JaxCollective):
     def transpose(self, cotangents: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
         given = [cotangent for cotangent in cotangents if not _is_zero(cotangent)]
         total = JaxReduction(f"{self.name}, gradient", self.process_set, self.ordered, ReduceOp.SUM)
-        is_root = functions.current().rank == self.root
+        is_root = functions.current(self.process_set).number == self.root
         sums = iter(bind(total, given) if given else [])
         found = [cotangent if _is_zero(cotangent) else next(sums) for cotangent in cotangents]
         return found if is_root else [each if _is_zero(each) else jnp.zeros_like(each) for each in found]
@@ -141,7 +141,7 @@ def allreduce(
     ordered: False if this is the only operation of allred in the program that `jax.jit` compiles. Such a program starts
         faster; see docs/jax.md.
 
-    JaxCollective. Inside of `jax.jit` ranks must compile equal programs. Works under grad, jvp, vmap, scan, while_loop,
+    Collective. Inside of `jax.jit` ranks must compile equal programs. Works under grad, jvp, vmap, scan, while_loop,
     cond and checkpoint. Errors: see `allred.jax.own_errors`.
 
     Example: on 2 ranks, `jax.jit(allreduce)(jnp.full(3, float(allred.rank())))` returns `[0.5, 0.5, 0.5]`.
@@ -167,8 +167,8 @@ def grouped_allreduce(
         for value in values:
             if not jnp.issubdtype(value.dtype, jnp.floating):
                 raise InputError(
-                    f"allred.jax: the average of {value.dtype} need not be an integer; use allred.Sum, or convert the "
-                    "array to floats"
+                    f"allred.jax: op=allred.Average needs floats, got {value.dtype}; use allred.Sum, or convert the "
+                    "array"
                 )
     if functions.current(process_set).size == 1 or not values:
         return values
@@ -212,9 +212,9 @@ def broadcast_arrays(
 
 
 def broadcast_params(tree: Any, root: int = 0, name: str = "parameters", process_set: ProcessSet | None = None) -> Any:
-    """Return the pytree of rank `root`: its arrays, numbers and random keys. Other leaves, such as functions, stay.
+    """Return the pytree of rank `root`: its arrays and random keys. Other leaves, such as Python's numbers, stay.
 
-    Shapes and dtypes must be the same on all ranks. JaxCollective; inside and outside of `jax.jit`.
+    Shapes and dtypes must be the same on all ranks. Collective; inside and outside of `jax.jit`.
 
     Example: `params = broadcast_params(params)` after each rank has made its own; the state of an optimizer likewise.
     """

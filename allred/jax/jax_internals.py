@@ -21,7 +21,16 @@ class OrderedEffect(effects.Effect):
         return "allred"
 
 
+class HostEffect(effects.Effect):
+    """An effect without order. With it JAX calls a program that was compiled ahead of time in the right way: its faster
+    way passes no tokens."""
+
+    def __str__(self) -> str:
+        return "allred on the host"
+
+
 ORDERED = OrderedEffect()
+EFFECTS = {ORDERED, HostEffect()}  # of an operation that has an order
 TOKEN = core.abstract_token  # the type of a token, for lowering
 
 for _effects in (
@@ -33,6 +42,8 @@ for _effects in (
     effects.remat_allowed_effects,
 ):
     _effects.add_type(OrderedEffect)
+    if _effects not in (effects.ordered_effects, effects.shardable_ordered_effects):
+        _effects.add_type(HostEffect)
 
 
 def run_programs_in_the_calling_thread() -> bool:

@@ -6,6 +6,7 @@ optimizer trains (`Optimizer`), and which parameter servers and rounds can chang
 """
 
 import operator
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +22,10 @@ from allred.comm.ops import Compression, ReduceOp
 from allred.comm.process_set import ProcessSet
 from allred.errors import InputError
 from allred.jax.averaging import GradientAverager, NoUpdate, average
+from allred.jax.primitive import isolated
 from allred.jax.training_state import TrainingState, with_arrays
 from allred.jax.trees import Arrays, arrays_of
+from allred.session import state_pickle
 
 
 class OptaxUpdate(NoUpdate):
@@ -64,7 +67,7 @@ class OptaxUpdate(NoUpdate):
     def state_dict(self) -> dict[str, Any]:
         if self.averages:  # the program has the state
             return {}
-        return {"arrays": arrays_of(self.state).to_numpy() if self._loaded is None else self._loaded}
+        return {"arrays": arrays_of(self.state, numbers=True).to_numpy() if self._loaded is None else self._loaded}
 
     def load_state_dict(self, state: Any) -> None:
         if not isinstance(state, dict) or "arrays" not in state:
@@ -86,15 +89,17 @@ class OptaxOptimizer(GradientAverager):
         self._training: TrainingState | None = None  # of a session
         super().__init__(self._optax, **options)
 
-    def average(self, grads: dict[str, Array], params: dict[str, Array] | None, samples: int | None) -> bool:
+    def average(
+        self, title: str, grads: dict[str, Array], params: dict[str, Array] | None, samples: int | None
+    ) -> bool:
         self._optax.averages = True
         try:
-            return super().average(grads, params, samples)
+            return super().average(title, grads, params, samples)
         finally:
             self._optax.averages = False
 
     def step_trees(self, params: Any, state: Any, grads: Any, samples: int | None) -> tuple[Any, Any]:
-        """Return parameters and state after a step. JaxCollective in mode sync."""
+        """Return parameters and state after a step. Collective in mode sync."""
         given, own, update = arrays_of(grads), arrays_of(params), self._optax
         if given.names != own.names:
             raise InputError(f"{self.name}.step: the gradients are {given.names}, but the parameters are {own.names}")
@@ -106,7 +111,7 @@ class OptaxOptimizer(GradientAverager):
         copies = self._copy(own)
         update.rebuild = lambda arrays: own.rebuild([arrays[name] for name in own.names])
         update.state, update.params = state, None
-        self.step(copies, dict(zip(given.names, map(np.asarray, given.values), strict=True)), samples)
+        self.step(copies, dict(zip(given.names, map(_unshared, given.values), strict=True)), samples)
         if world.config().mode == "sync":
             after = params if update.params is None else update.params  # None: the step was skipped
         else:  # the servers, or the end of a round, have changed the copies
@@ -116,12 +121,15 @@ class OptaxOptimizer(GradientAverager):
 
     def _copy(self, params: Arrays) -> dict[str, Array]:
         """Return numpy arrays with the values of parameters: the same arrays in each step."""
-        if self._copies.keys() != set(params.names):
+        known = {name: (copy.shape, copy.dtype) for name, copy in self._copies.items()}
+        given = zip(params.names, map(jnp.asarray, params.values), strict=True)
+        if known != {name: (value.shape, value.dtype) for name, value in given}:
             self._copies = params.to_numpy()
-        elif len(params.values) != len(self._copied) or any(map(operator.is_not, params.values, self._copied)):
+        elif not all(map(operator.is_, params.values, self._copied)) or len(params.values) != len(self._copied):
             for name, value in zip(params.names, params.values, strict=True):
                 self._copies[name][...] = value
-        self._copied = params.values
+        is_constant = all(isinstance(value, jax.Array) for value in params.values)
+        self._copied = params.values if is_constant else []
         return self._copies
 
     # Checkpoints and sessions.
@@ -140,44 +148,68 @@ class OptaxOptimizer(GradientAverager):
     def session_parts(self, params: Any) -> tuple[Any, dict[str, Any]]:
         if not isinstance(params, TrainingState):
             raise InputError(
-                f"session.track(params={type(params).__name__}): with an optimizer of allred.jax, params is an "
+                f"{self.name}: got parameters of class {type(params).__name__}; sessions and checkpoints take an "
                 "allred.jax.TrainingState(params=..., state=...)"
             )
         if world.config().mode == "local":
-            raise InputError("session.track(): an optimizer of allred.jax has sessions in modes sync and ps only")
+            raise InputError(f"{self.name}: allred.jax has sessions and checkpoints in modes sync and ps only")
         self._training = params
         return self._take(params), {"trees": params}
 
+    def save(self, directory: str | os.PathLike[str], params: Any) -> str | None:
+        """As `DistributedOptimizer.save`, of all trees of a `TrainingState`."""
+        copies, others = self.session_parts(params)
+        if functions.current(self.process_set).rank != 0:
+            return None
+        extra = {f"'{name}'": [state_pickle.dumps(each.state_dict())] for name, each in others.items()}
+        return str(self.saving(copies, extra)(os.fspath(directory)))
+
+    def restore(self, directory: str | os.PathLike[str], params: Any) -> int | None:
+        """As `DistributedOptimizer.restore`, of all trees of a `TrainingState`."""
+        copies, others = self.session_parts(params)
+        step, extra = self.restore_all(directory, copies, others)
+        if step is None:
+            self.broadcast_others(params)
+        else:
+            for name, each in others.items():
+                each.load_state_dict(state_pickle.loads(extra[f"'{name}'"][0]))
+        return step
+
     def broadcast(self, params: Any, root: int | None = None) -> None:
-        """As `DistributedOptimizer.broadcast`; all trees of a `TrainingState`."""
+        """As `DistributedOptimizer.broadcast`, of all trees of a `TrainingState`."""
         if not isinstance(params, TrainingState):  # the copies, in `restore_all`
             return super().broadcast(params, root)
         super().broadcast(self._take(params), root)
         self._give(params)
-        return self.broadcast_others(params)
+        return self.broadcast_others(params, root)
 
-    def broadcast_others(self, params: TrainingState) -> None:
+    def broadcast_others(self, params: TrainingState, root: int | None = None) -> None:
         with functions.within(self.process_set):
-            first = functions.current().ranks[0]
-            params.load_state_dict(functions.broadcast_object(params.state_dict(), first))
+            root = functions.current().ranks[0] if root is None else root
+            params.load_state_dict(functions.broadcast_object(params.state_dict(), root))
 
     def restore_all(self, directory: Any, params: Any, others: Any = ()) -> tuple[int | None, Any]:
-        training = params if isinstance(params, TrainingState) else self._training
-        assert training is not None
-        step, extra = super().restore_all(directory, self._take(training), others)
-        self._give(training)
-        if params is training:
-            if step is None:
-                self.broadcast_others(training)
-            elif extra is not None:
-                training.load_state_dict(extra)
-        return step, extra
+        assert self._training is not None
+        result = super().restore_all(directory, params, others)
+        self._give(self._training)
+        return result
 
     def saving(self, params: Any, extra: Any, copy: bool = False) -> Any:
+        assert self._training is not None
+        return super().saving(self._take(self._training), extra, copy)
+
+    def pull(self, params: Any) -> None:
+        """As `DistributedOptimizer.pull`, of the parameters of a `TrainingState`."""
         training = params if isinstance(params, TrainingState) else self._training
-        assert training is not None
-        extra = training.state_dict() if params is training else extra
-        return super().saving(self._take(training), extra, copy)
+        if training is None:
+            raise InputError(f"{self.name}.pull() takes an allred.jax.TrainingState")
+        super().pull(self._take(training) if training is params else self._copies)
+        self._give(training)
+
+
+def _unshared(gradient: Any) -> Array:
+    """Return a numpy array that a step may overwrite; a view of an array of JAX is read-only, and is not."""
+    return np.array(gradient) if isinstance(gradient, np.ndarray) else np.asarray(gradient)
 
 
 class DistributedTransformation(optax.GradientTransformationExtraArgs):
@@ -213,7 +245,6 @@ def distributed(
     """Wrap an `optax.GradientTransformation`: its `update` first averages the gradients over all ranks.
 
         optimizer = allred.jax.distributed(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)))
-        optimizer = optax.MultiSteps(optimizer, every_k_schedule=4)        # communicates in every 4th step
 
     The result is an `optax.GradientTransformationExtraArgs` with the state of `transformation`. Use its `update` inside
     or outside of `jax.jit`, in mode sync:
@@ -227,8 +258,12 @@ def distributed(
 
     options: further ones of `allred.distributed`, for the method `step`, such as `consistency`, and `every`.
 
-    Raises InputError if `transformation` is none of optax.
+    Raises InputError if `transformation` is not an optax transformation.
     """
+    if wrong := sorted(options.keys() & {"accumulate", "scaler", "sharded", "clip_norm"}):
+        raise InputError(f"allred.jax.distributed: {wrong[0]} is not available with JAX; optax clips and accumulates")
+    if isinstance(transformation, optax.MultiSteps):
+        transformation = transformation.gradient_transformation()
     if not isinstance(transformation, optax.GradientTransformation):
         raise InputError(f"allred.jax.distributed takes an optax.GradientTransformation, got {transformation!r}")
     inner = optax.with_extra_args_support(transformation)
@@ -239,13 +274,16 @@ def distributed(
 
     def update(grads: Any, state: Any, params: Any = None, *, samples: Any = None, **more: Any) -> Any:
         mean, used = average(own, grads, params, samples, ordered)
+
+        def make() -> Any:
+            result = inner.update(mean, state, params, **more)
+            return result if functions.current(process_set).size == 1 else isolated(result)
+
+        updates, after = make()
         if used is None:
-            return inner.update(mean, state, params, **more)
-        return jax.lax.cond(
-            used,
-            lambda: inner.update(mean, state, params, **more),
-            lambda: (jax.tree_util.tree_map(jnp.zeros_like, mean), state),
-        )
+            return updates, after
+        updates = jax.tree_util.tree_map(lambda value: jnp.where(used, value, jnp.zeros_like(value)), updates)
+        return updates, jax.tree_util.tree_map(lambda new, old: jnp.where(used, new, old), after, state)
 
     result = DistributedTransformation(inner.init, update)
     result.allred = own

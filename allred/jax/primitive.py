@@ -27,7 +27,7 @@ from allred.comm.process_set import ProcessSet
 from allred.errors import InputError
 from allred.jax import custom_call
 from allred.jax.custom_call import Function
-from allred.jax.jax_internals import ORDERED, TOKEN, device_count, register_lowering
+from allred.jax.jax_internals import EFFECTS, ORDERED, TOKEN, device_count, register_lowering
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,8 @@ class JaxCollective(ABC):
 
 
 _collective_p = Primitive("allred")
-_collective_p.multiple_results = True
+_identity_p = Primitive("allred_identity")
+_collective_p.multiple_results = _identity_p.multiple_results = True
 
 
 def bind(collective: JaxCollective, operands: Sequence[Any]) -> list[Any]:
@@ -86,18 +87,23 @@ def bind(collective: JaxCollective, operands: Sequence[Any]) -> list[Any]:
     return _collective_p.bind(*operands, collective=collective, in_place=True)  # type: ignore[no-any-return]
 
 
+def isolated(tree: Any) -> Any:
+    """Return a pytree of equal arrays. XLA does not compile what uses them together with what makes them: on ranks with
+    batches of other shapes it could round otherwise."""
+    leaves, structure = jax.tree_util.tree_flatten(tree)
+    return jax.tree_util.tree_unflatten(structure, _identity_p.bind(*leaves) if leaves else [])
+
+
 def check_dtype(value: Any) -> None:
     """Raise InputError for an array whose dtype no operation takes."""
     name = str(value.dtype)
-    if name not in DTYPES or name.startswith("complex"):
-        raise InputError(
-            f"allred.jax: arrays of dtype {name} are not supported; pass real and imaginary part, or convert the array"
-            if name.startswith("complex")
-            else f"allred.jax: arrays of dtype {name} are not supported; convert the array"
-        )
+    if name.startswith("complex"):
+        raise InputError(f"allred.jax: arrays of dtype {name} are not supported; pass the real and the imaginary part")
+    if name not in DTYPES:
+        raise InputError(f"allred.jax: arrays of dtype {name} are not supported; convert the array")
 
 
-@functools.cache
+@functools.lru_cache(1024)
 def _program(collective: JaxCollective) -> Any:
     def operation(*operands: Any) -> list[Any]:
         alone = dataclasses.replace(collective, ordered=False)
@@ -109,13 +115,13 @@ def _program(collective: JaxCollective) -> Any:
 def _run(*operands: Any, collective: JaxCollective, in_place: bool) -> list[Any]:
     results = collective.run_directly(operands)
     if results is None:
-        with custom_call.own_errors():
+        with custom_call.own_errors(), jax.disable_jit(False):
             results = _program(collective)(*operands)
     return results
 
 
 def _abstract(*operands: Any, collective: JaxCollective, in_place: bool) -> tuple[list[Any], set[Any]]:
-    return collective.results(operands), {ORDERED} if collective.ordered else set()
+    return collective.results(operands), EFFECTS if collective.ordered else set()
 
 
 class _Calls:
@@ -177,7 +183,7 @@ def _lower(context: Any, *operands: Any, collective: JaxCollective, in_place: bo
     results = lowering(context.replace(avals_in=inputs, avals_out=outputs), *operands, call=np.int64(call))
     if collective.ordered:
         token, *results = results
-        context.set_tokens_out(mlir.TokenSet({ORDERED: token}))
+        context.set_tokens_out(context.tokens_in.update_tokens(mlir.TokenSet({ORDERED: token})))
     return results
 
 
@@ -191,6 +197,16 @@ def _refuse(context: Any, *operands: Any, collective: JaxCollective, in_place: b
         f"{', '.join(context.module_context.platforms)}. Set JAX_PLATFORMS=cpu"
     )
 
+
+def _lower_identity(context: Any, *operands: Any) -> Any:
+    shared = {i: i for i in range(len(operands))}
+    return jax.ffi.ffi_lowering(custom_call.IDENTITY, operand_output_aliases=shared)(context, *operands)
+
+
+_identity_p.def_impl(lambda *operands: list(operands))
+_identity_p.def_abstract_eval(lambda *operands: list(operands))
+batching.primitive_batchers[_identity_p] = lambda operands, axes: (_identity_p.bind(*operands), axes)
+register_lowering(_identity_p, _lower_identity, "cpu")
 
 _collective_p.def_impl(_run)
 _collective_p.def_effectful_abstract_eval(_abstract)

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from allred.errors import InputError
@@ -22,7 +21,7 @@ class TrainingState:
     state: the state of the optimizer.
     trees: any others, such as random keys, batch statistics, and counters.
 
-    Arrays, numbers and random keys are saved; other leaves, such as functions, stay as they are.
+    Arrays, numbers, bools and random keys are saved; other leaves, such as functions, stay as they are.
     """
 
     def __init__(self, *, params: Any, state: Any = None, **trees: Any) -> None:
@@ -33,7 +32,7 @@ class TrainingState:
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return the arrays of all trees except parameters and state, by the names of tree and leaf."""
-        return {name: arrays_of(getattr(self, name)).to_numpy() for name in self._others}
+        return {name: arrays_of(getattr(self, name), numbers=True).to_numpy() for name in self._others}
 
     def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
         """Restore a result of `state_dict`. Raises InputError for trees of another structure."""
@@ -44,14 +43,10 @@ class TrainingState:
 
 def with_arrays(what: str, tree: Any, values: dict[str, Any] | None) -> Any:
     """Return a pytree with other arrays, which are given by name. Raises InputError if they do not fit it."""
-    own = arrays_of(tree)
+    own = arrays_of(tree, numbers=True)
     shapes = {name: np.shape(value) for name, value in zip(own.names, own.values, strict=True)}
     given = None if values is None else {name: np.shape(value) for name, value in values.items()}
     if given != shapes:
         raise InputError(f"{what} has the arrays {shapes}, but the checkpoint has {given}; restore the same program's")
     assert values is not None
-    arrays = [
-        type(old)(values[name].item()) if isinstance(old, int | float) else jnp.array(values[name])
-        for name, old in zip(own.names, own.values, strict=True)
-    ]
-    return own.rebuild(arrays)
+    return own.from_numpy(values)

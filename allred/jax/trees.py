@@ -8,12 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from allred.arrays import Array
+from allred.errors import InputError
 
 
 def names_of(tree: Any) -> list[str]:
-    """Return the names of all leaves, in the order of `jax.tree.leaves`."""
+    """Return the names of all leaves, in the order of `jax.tree.leaves`. Raises InputError if two have one name."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    return [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]
+    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InputError(f"two leaves of a pytree have the name '{twice}'; rename a key that contains a dot")
+    return names
 
 
 def is_key(leaf: Any) -> bool:
@@ -22,8 +27,8 @@ def is_key(leaf: Any) -> bool:
 
 
 class Arrays(NamedTuple):
-    """The arrays and numbers of a pytree. Random keys are replaced by their data. rebuild: makes the pytree with other
-    arrays; leaves that are neither arrays nor numbers, such as functions, stay."""
+    """The arrays of a pytree. Random keys are replaced by their data. rebuild: makes the pytree with other arrays;
+    other leaves, such as functions, stay."""
 
     names: list[str]
     values: list[Any]
@@ -35,12 +40,24 @@ class Arrays(NamedTuple):
 
     def from_numpy(self, arrays: dict[str, Array]) -> Any:
         """Return the pytree with copies of these arrays, which are given by name."""
-        return self.rebuild([jnp.array(arrays[name]) for name in self.names])
+        return self.rebuild([like(old, arrays[name]) for name, old in zip(self.names, self.values, strict=True)])
 
 
-def arrays_of(tree: Any) -> Arrays:
+def like(old: Any, array: Array) -> Any:
+    """Return a copy of an array with the class of another leaf: an array of JAX or numpy, or a number."""
+    if isinstance(old, np.ndarray):
+        return np.array(array)
+    return jnp.array(array) if isinstance(old, jax.Array) else type(old)(array.item())
+
+
+_ARRAYS = jax.Array, np.ndarray, np.generic
+
+
+def arrays_of(tree: Any, numbers: bool = False) -> Arrays:
+    """Return the arrays of a pytree. numbers: also Python's numbers and bools."""
     leaves, structure = jax.tree_util.tree_flatten(tree)
-    indices = [index for index, leaf in enumerate(leaves) if _is_array(leaf)]
+    kinds = (*_ARRAYS, int, float) if numbers else _ARRAYS
+    indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, kinds)]
     names = names_of(tree)
 
     def rebuild(values: Sequence[Any]) -> Any:
@@ -52,7 +69,3 @@ def arrays_of(tree: Any) -> Arrays:
 
     values = [jax.random.key_data(leaves[index]) if is_key(leaves[index]) else leaves[index] for index in indices]
     return Arrays([names[index] for index in indices], values, rebuild)
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float) and not isinstance(leaf, bool)

@@ -52,7 +52,7 @@ def _check_parts(names: Iterable[str], extra: Any, path: pathlib.Path) -> None:
     parts = _without_more(extra) or {}
     if missing := [name for name in names if not parts.get(f"'{name}'", [None])[0]]:
         raise CheckpointError(
-            f"{path} has no buffers of the {missing[0]}, because it was saved without the {missing[0]}; nothing was "
+            f"{path} has no state of the {missing[0]}, because it was saved without the {missing[0]}; nothing was "
             f"restored. To restore only parameters and optimizer, call restore(directory) without the {missing[0]} "
             f"and broadcast({missing[0]})"
         )

@@ -148,6 +148,7 @@ class SyncMode(Mode):
     update_interrupted = False
     in_skipped_step = False  # set by a hooked torch optimizer: an earlier reduction of this step was skipped
     was_skipped = False  # whether the last reduction was
+    title_of_call = ""  # of the operation in a program of JAX that makes the step; the same on all ranks
 
     def __init__(
         self,
@@ -260,7 +261,8 @@ class SyncMode(Mode):
 
     def _reduce(self, given: StepInput, overlapped: bool = False) -> list[Any] | None:
         communicator, clipper = given.communicator, self._clipper
-        settings = "" if clipper.limit is None and clipper.scaler is None else clipper.settings
+        clips = clipper.limit is not None or clipper.scaler is not None
+        settings = f"{self.title_of_call}{clipper.settings}" if clips else self.title_of_call
         mean = reduce_gradients(communicator, self._reducer, self._checks, given, self._title, settings, overlapped)
         if self._reducer.overlapped and not communicator.checks_places:  # the line that sends a bucket varies
             self._overlap = self._overlap or self._new_overlap()

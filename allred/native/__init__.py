@@ -52,7 +52,9 @@ run_exit_handler: Callable[[int], None] = getattr(_kernels, "run_exit_handler", 
 alarm: Callable[[float, float, str, str, int], bool] | None = getattr(_kernels, "alarm", None)  # see csrc/alarm.h
 cancel_alarm: Callable[[], None] | None = getattr(_kernels, "cancel_alarm", None)
 report_mpi_call: Callable[[int, int], bool] = getattr(_kernels, "report_mpi_call", lambda number, fd: False)
-xla_handler: Callable[[Any], Any] | None = getattr(_kernels, "xla_handler", None)  # see csrc/python/xla_call.c
+xla_interrupted: Callable[[], bool] = getattr(_kernels, "xla_interrupted", lambda: False)  # see csrc/python/xla_call.c
+xla_last_error: Callable[[], BaseException | None] = getattr(_kernels, "xla_last_error", lambda: None)
+xla_handlers: Callable[[Any], Any] | None = getattr(_kernels, "xla_handlers", None)
 Mailbox: Any = getattr(_kernels, "Mailbox", None)  # see csrc/mailbox.h
 mailbox_bytes: Callable[[int, int], int] | None = getattr(_kernels, "mailbox_bytes", None)
 

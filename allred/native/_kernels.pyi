@@ -31,10 +31,13 @@ def update_group(
     changed then. dtypes: float32 and float64. slot_names: of csrc/update.h; None for a missing slot."""
 
 def leaves_of(structure: Any, tree: Any, /) -> list[Any] | None: ...
-def xla_handler(run: Any, /) -> Any:
-    """Return the handler of custom calls as a capsule. run(number, arguments, results, operation) runs a call:
+def xla_interrupted() -> bool: ...
+def xla_last_error() -> BaseException | None: ...
+def xla_handlers(run: Any, /) -> tuple[Any, Any]:
+    """Return two handlers of custom calls as capsules. The first one calls run(number, arguments, results, operation):
     arguments and results are lists of (memory, dtype of XLA, shape), and operation is a reduction that C has begun, or
-    None. It returns None, or (segment, queue, op, name) if C can repeat the call as a reduction."""
+    None. It returns None, or (segment, queue, op, name) if C can repeat the call as a reduction. The second handler
+    returns its arguments."""
 
 def reads_arrays(array: Any, /) -> bool:
     """Whether the functions with `array_type` support arrays of this type. array: writable, two dimensions or more."""

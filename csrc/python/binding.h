@@ -44,7 +44,9 @@ PyObject *allred_python_disjoint(PyObject *module, PyObject *const *args, Py_ssi
 PyObject *allred_python_hash_window(PyObject *module, PyObject *const *args, Py_ssize_t count);
 
 /* xla_call.c */
-PyObject *allred_python_xla_handler(PyObject *module, PyObject *callable);
+PyObject *allred_python_xla_interrupted(PyObject *module, PyObject *unused);
+PyObject *allred_python_xla_last_error(PyObject *module, PyObject *unused);
+PyObject *allred_python_xla_handlers(PyObject *module, PyObject *callable);
 
 /* segment_network.c */
 PyObject *allred_python_network_bytes(PyObject *module, PyObject *args);

@@ -341,7 +341,9 @@ static PyMethodDef methods[] = {
     METHOD("arm_exit", arm_exit, METH_VARARGS, "Set what this process does at exit; False if libc cannot. See exit.h."),
     METHOD("report_mpi_call", report_mpi_call, METH_VARARGS,
            "Write the MPI function of a thread on a signal; see mpi_call.h."),
-    METHOD("xla_handler", allred_python_xla_handler, METH_O, "Return the handler of custom calls; see xla_call.c."),
+    METHOD("xla_interrupted", allred_python_xla_interrupted, METH_NOARGS, "Whether Ctrl-C shall end a wait here."),
+    METHOD("xla_last_error", allred_python_xla_last_error, METH_NOARGS, "The exception that a call has raised last."),
+    METHOD("xla_handlers", allred_python_xla_handlers, METH_O, "Return the handlers of custom calls; see xla_call.c."),
     {NULL, NULL, 0, NULL}};
 
 static int add_types(PyObject *module) {

@@ -9,6 +9,7 @@
  * The structs are the part of XLA's C interface (version 0 of "XLA FFI") that is used here. Each begins with its size,
  * because a later version may have more fields.
  */
+#include <signal.h>
 #include <string.h>
 
 #include "reduce.h"
@@ -121,7 +122,8 @@ static const struct {
 
 enum { KNOWN_DTYPES = sizeof dtypes / sizeof *dtypes, ON_STACK = 256 };
 
-static PyObject *python_run;    /* run(number, arguments, results, operation) */
+static PyObject *last_error;    /* that a call has raised, or NULL */
+static PyObject *python_run;    /* run(number, arguments, results, operation or None) */
 static PyObject **repeats;      /* by number: (segment, queue, op, name) of a reduction, or NULL */
 static Py_ssize_t repeat_count; /* all are used with the GIL held */
 
@@ -173,7 +175,7 @@ static PyObject *describe(const xla_buffers *buffers) {
   return list;
 }
 
-/* Keep what `run` has returned to repeat a reduction; None: nothing. Takes the reference. */
+/* Keep what `run` has returned to repeat a reduction. Takes the reference. */
 static void keep_repeat(int64_t number, PyObject *repeat) {
   if (number >= repeat_count) {
     const Py_ssize_t room = (Py_ssize_t)number + 64;
@@ -187,8 +189,7 @@ static void keep_repeat(int64_t number, PyObject *repeat) {
     repeat_count = room;
   }
   PyObject *before = repeats[number];
-  repeats[number] = PyTuple_Check(repeat) && PyTuple_Size(repeat) == 4 ? repeat : NULL;
-  if (!repeats[number]) Py_DECREF(repeat);
+  repeats[number] = repeat;
   Py_XDECREF(before);
 }
 
@@ -200,8 +201,9 @@ static PyObject *reduce(const xla_call *call, PyObject *repeat) {
   Py_ssize_t count = 0;
   if (!idle && !(idle = PyUnicode_InternFromString("idle"))) return NULL;
   PyObject *is_idle = PyObject_GetAttr(PyTuple_GetItem(repeat, 1), idle);
-  Py_XDECREF(is_idle);
-  if (is_idle != Py_True || from->count != to->count) Py_RETURN_NONE;
+  if (!is_idle) return NULL;
+  Py_DECREF(is_idle);
+  if (is_idle != Py_True) Py_RETURN_NONE;
   if (from->count > ON_STACK && !(memory = PyMem_Malloc((size_t)from->count * sizeof *memory))) return PyErr_NoMemory();
   for (int64_t i = 0; i < from->count; i++) {
     const xla_buffer *in = from->buffers[i], *out = to->buffers[i];
@@ -215,9 +217,57 @@ static PyObject *reduce(const xla_call *call, PyObject *repeat) {
   return done;
 }
 
-/* Run a call with the GIL; 0 if an exception is set. */
-static int run(const xla_call *call) {
-  const int64_t number = number_of(&call->attributes);
+/* Ctrl-C in a thread of XLA. Python runs the handler of SIGINT in the main thread, which waits for the end of the
+ * program without running Python code. So while `run` runs in another thread, the signal also sets a flag, which waits
+ * read. */
+static volatile sig_atomic_t interrupted;
+static unsigned long main_thread;
+static struct sigaction previous;
+
+static void on_interrupt(int number, siginfo_t *info, void *context) {
+  interrupted = 1;
+  if (previous.sa_flags & SA_SIGINFO)
+    previous.sa_sigaction(number, info, context);
+  else
+    previous.sa_handler(number);
+}
+
+PyObject *allred_python_xla_last_error(PyObject *module, PyObject *unused) {
+  return Py_NewRef(last_error ? last_error : Py_None);
+}
+
+PyObject *allred_python_xla_interrupted(PyObject *module, PyObject *unused) { return PyBool_FromLong(interrupted); }
+
+/* Whether the flag is set from now on: Python handles the signal, and this is not the main thread. */
+static int watch_interrupts(void) {
+  struct sigaction own = {.sa_sigaction = on_interrupt, .sa_flags = SA_SIGINFO};
+  interrupted = 0;
+  if (PyThread_get_thread_ident() == main_thread || sigaction(SIGINT, NULL, &previous) < 0) return 0;
+  if (!(previous.sa_flags & SA_SIGINFO) && (previous.sa_handler == SIG_DFL || previous.sa_handler == SIG_IGN)) return 0;
+  own.sa_mask = previous.sa_mask;
+  return sigaction(SIGINT, &own, NULL) == 0;
+}
+
+static PyObject *call_python(int64_t number, PyObject *arguments, PyObject *results, PyObject *begun) {
+  const int watches = watch_interrupts();
+  PyObject *done = PyObject_CallFunction(python_run, "LOOO", (long long)number, arguments, results, begun);
+  if (watches) sigaction(SIGINT, &previous, NULL);
+  interrupted = 0;
+  return done;
+}
+
+/* Return the current exception, and clear it. */
+static PyObject *take_exception(void) {
+  PyObject *kind, *value, *trace;
+  PyErr_Fetch(&kind, &value, &trace);
+  PyErr_NormalizeException(&kind, &value, &trace);
+  Py_XDECREF(kind);
+  Py_XDECREF(trace);
+  return value;
+}
+
+/* Run a call with the GIL; 0 if an exception is set. number: -1 refuses it. */
+static int run(const xla_call *call, int64_t number) {
   PyObject *repeat = number >= 0 && number < repeat_count ? Py_XNewRef(repeats[number]) : NULL;
   PyObject *begun = repeat ? reduce(call, repeat) : Py_NewRef(Py_None);
   Py_XDECREF(repeat);
@@ -226,55 +276,71 @@ static int run(const xla_call *call) {
     return begun != NULL;
   }
   PyObject *arguments = describe(&call->arguments), *results = arguments ? describe(&call->results) : NULL;
-  PyObject *done =
-      results ? PyObject_CallFunction(python_run, "LOOO", (long long)number, arguments, results, begun) : NULL;
+  PyObject *done = results ? call_python(number, arguments, results, begun) : NULL;
   Py_XDECREF(results);
   Py_XDECREF(arguments);
   Py_DECREF(begun);
-  if (done) keep_repeat(number, done);
+  if (done && done != Py_None)
+    keep_repeat(number, done);
+  else
+    Py_XDECREF(done);
   return done != NULL;
 }
 
 /* Return the current exception as an error of XLA. */
 static void *failure_of(const xla_call *call) {
-  PyObject *kind, *value, *trace;
-  PyErr_Fetch(&kind, &value, &trace);
-  PyErr_NormalizeException(&kind, &value, &trace);
+  PyObject *value = take_exception(), *before = last_error;
+  if (value) PyException_SetTraceback(value, Py_None); /* its frames have the memory of this call */
+  last_error = Py_XNewRef(value);
+  Py_XDECREF(before);
   PyObject *text = value ? PyObject_Str(value) : NULL;
   const char *message = text ? PyUnicode_AsUTF8AndSize(text, NULL) : NULL;
   void *failure = error(call, message ? message : "an error without a message");
   PyErr_Clear();
+  /* Again, where the program is: XLA reports this one as an error of its own. */
+  if (value && PyErr_GivenExceptionMatches(value, PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();
   Py_XDECREF(text);
-  Py_XDECREF(kind);
   Py_XDECREF(value);
-  Py_XDECREF(trace);
   return failure;
 }
 
-static void *handle(xla_call *call) {
+/* Whether XLA calls a handler to run it. Otherwise it asks for the version, or prepares. */
+static int is_run(const xla_call *call) {
   if (call->extension && call->extension->type == METADATA) {
     xla_metadata *metadata = ((xla_metadata_extension *)call->extension)->metadata;
     metadata->version.major = call->api ? call->api->version.major : 0;
     metadata->version.minor = call->api ? call->api->version.minor : 1; /* of JAX 0.5 to 0.7 */
     metadata->traits = 0;
-    return NULL;
+    return 0;
   }
-  if (call->stage != EXECUTE) return NULL;
-  if (call->api->size >= sizeof *call->api) {
-    xla_device_arguments device = {sizeof device, NULL, call->context, 0};
-    if (!call->api->device_ordinal(&device) && device.ordinal)
-      return error(call, "allred.jax: this operation runs on a second device of this process, but a rank has one; "
-                         "set jax_num_cpu_devices to 1, and start one rank for each device");
+  return call->stage == EXECUTE;
+}
+
+/* The handler of calls that return their arguments. */
+static void *handle_identity(xla_call *call) {
+  for (int64_t i = 0; is_run(call) && i < call->results.count; i++) {
+    const xla_buffer *in = call->arguments.buffers[i], *out = call->results.buffers[i];
+    if (in->data != out->data) memcpy(out->data, in->data, bytes_of(in));
   }
+  return NULL;
+}
+
+static void *handle(xla_call *call) {
+  if (!is_run(call)) return NULL;
+  xla_device_arguments device = {sizeof device, NULL, call->context, 0};
+  const int is_first = call->api->device_ordinal(&device) || !device.ordinal;
   PyGILState_STATE state = PyGILState_Ensure();
-  void *failure = run(call) ? NULL : failure_of(call);
+  void *failure = run(call, is_first ? number_of(&call->attributes) : -1) ? NULL : failure_of(call);
   PyGILState_Release(state);
   return failure;
 }
 
-PyObject *allred_python_xla_handler(PyObject *module, PyObject *callable) {
+PyObject *allred_python_xla_handlers(PyObject *module, PyObject *callable) {
+  static const char name[] = "xla._CUSTOM_CALL_TARGET";
   PyObject *before = python_run;
+  main_thread = PyThread_get_thread_ident();
   python_run = Py_NewRef(callable);
   Py_XDECREF(before);
-  return PyCapsule_New((void *)handle, "xla._CUSTOM_CALL_TARGET", NULL);
+  return Py_BuildValue("NN", PyCapsule_New((void *)handle, name, NULL),
+                       PyCapsule_New((void *)handle_identity, name, NULL));
 }

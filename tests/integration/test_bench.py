@@ -124,9 +124,10 @@ def check_ps(lines, name, dtype, peers):
         assert len(line["binding"]) == 2
 
 
-@pytest.mark.parametrize("mpi", ["mpich", pytest.param("openmpi", marks=pytest.mark.full)])
+@full
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
 def test_json_lines_of_all_benchmarks_of_2_ranks(mpi):
-    """Costs 3 s: one job for seven commands."""
+    """Costs 7 s of CPU time: one job for seven commands."""
     tiny = " ".join(TINY)
     result = bench_several(
         *(2, f"{SIZES} {tiny}", f"fused --set small --against mpi {tiny}"),

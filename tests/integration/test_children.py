@@ -26,7 +26,7 @@ BAD = {
     [
         ("fork", [*GOOD, *BAD]),
         pytest.param("forkserver", ["end", "fails"], marks=pytest.mark.full),
-        ("spawn", ["end", "fails", "exits_after_error"]),
+        pytest.param("spawn", ["end", "fails", "exits_after_error"], marks=pytest.mark.full),
         pytest.param("forkserver", [*GOOD, *BAD], marks=pytest.mark.full),
         pytest.param("spawn", [*GOOD, *BAD], marks=pytest.mark.full),
     ],

@@ -191,6 +191,7 @@ def test_a_host_is_lost(what, tmp_path):
     assert re.search(r"rank 2 on .* and rank 3 on .*; 2 ranks go on", result.err), result.text
 
 
+@full
 def test_the_host_file_changes(tmp_path):
     """A host leaves, and another one comes. The processes on the third go on."""
     file = tmp_path / "hosts"

@@ -150,7 +150,8 @@ def test_digits_ps_with_servers_under_open_mpi():
 
 
 @pytest.mark.limit(200)
-@pytest.mark.parametrize("jobs", [2, pytest.param(3, marks=full)])
+@pytest.mark.parametrize("jobs", [2, 3])
+@full
 def test_digits_ps_bounded_and_goes_on_from_its_checkpoint_in_another_mode(jobs, tmp_path, digits):
     steps, outputs = [], []
     first, last = {"mode": "ps", "consistency": "bounded"}, {"mode": "ps", "num_ps": 2, "consistency": "sync"}

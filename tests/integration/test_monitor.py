@@ -122,6 +122,7 @@ def test_top_answers_while_a_rank_is_stopped(tmp_path):
         os.kill(int(stopped.split("-CONT ")[1].split()[0]), signal.SIGCONT)
 
 
+@full
 @pytest.mark.parametrize("mpi", MPIS)
 def test_the_ranks_of_all_nodes_are_shown(mpi, tmp_path):
     with Job(tmp_path, 3, "slow", mpi, ALLRED_PRETEND_NODES="2,1", ALLRED_JOB="nodes") as job:

@@ -107,8 +107,8 @@ def check_clips(found, err):
     ("apart", "workers", "servers"),
     [
         (True, 2, 1),
-        (False, 3, 2),
-        pytest.param(False, 2, 1, marks=full),
+        (False, 2, 1),
+        pytest.param(False, 3, 2, marks=full),
         pytest.param(True, 3, 2, marks=full),
         pytest.param(False, 3, 3, marks=full),
         pytest.param(True, 3, 3, marks=full),

@@ -305,7 +305,7 @@ assert open_files[1] == open_files[2], (role, open_files)
 """
 
 
-@pytest.mark.parametrize("nodes", ["1,1,1", "3"])
+@pytest.mark.parametrize("nodes", ["1,1,1", pytest.param("3", marks=full)])
 def test_init_and_shutdown_three_times(nodes):
     """Regressions. 1,1,1: the chief's watcher ended before the watchers of other nodes, which reported that they had
     lost it. 3: the descriptors of shared memory stayed open."""

@@ -174,8 +174,9 @@ def test_the_same_exception_at_the_same_step_ends_the_job(mpi, tmp_path):
 @pytest.mark.limit(300)
 @pytest.mark.parametrize(
     ("mpi", "kills"),
-    [("mpich", 2), *(pytest.param(*each, marks=full) for each in [("openmpi", 2), ("mpich", 20), ("openmpi", 20)])],
+    [("mpich", 2), ("openmpi", 2), ("mpich", 20), ("openmpi", 20)],
 )
+@full  # by default in test_ledger.py
 def test_every_sample_counts_once_in_a_job_that_is_killed_and_resized(mpi, kills, tmp_path):
     file = tmp_path / "hosts"
     file.write_text("localhost slots=4\n")

@@ -126,6 +126,7 @@ def test_a_link_that_is_cut_for_some_seconds_is_reported_and_the_job_continues(m
     assert f"host {name} (rank 1) answers again, after " in result.err, result.text
 
 
+@full
 def test_the_benchmark_of_hosts_in_a_small_case():
     if os.geteuid() != 0:
         pytest.skip("network namespaces can be made by root only")

@@ -275,7 +275,7 @@ def a_checkpoint_without_the_module_is_refused_before_anything_is_restored():
         model = Net()
         opt = allred.distributed(torch.optim.SGD(model.parameters(), lr=0.1))
         before = [parameter.clone() for parameter in model.parameters()]
-        with pytest.raises(CheckpointError, match="has no buffers of the module, because it was saved without"):
+        with pytest.raises(CheckpointError, match="has no state of the module, because it was saved without"):
             restore(model, opt)
         assert all(map(torch.equal, before, model.parameters()))
         assert opt.param_groups[0]["lr"] == 0.1

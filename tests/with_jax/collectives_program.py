@@ -1,12 +1,14 @@
 """Cases of the collectives of allred.jax; test_cases.py runs it."""
 
 import functools
+import importlib
 import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 from optimizer_case_runner import case, run_cases
 
 import allred
@@ -14,6 +16,7 @@ import allred.jax
 from allred.errors import InputError, MismatchError
 from allred.jax import allgather, allreduce, broadcast, grouped_allreduce, own_errors
 
+enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else importlib.import_module("jax.experimental").enable_x64
 allred.init(banner=False)
 RANK, SIZE = allred.rank(), allred.size()
 X = jnp.arange(1.0, 5.0) + RANK
@@ -199,6 +202,24 @@ def the_same_program_on_equal_and_other_shapes():
         check(function(jnp.full(shape, float(RANK * count))), jnp.full(shape, count * (SIZE - 1) / 2))
 
 
+@case
+def beside_an_ordered_callback_and_compiled_ahead_of_time():
+    seen = []
+
+    @jax.jit
+    def program(x):
+        io_callback(lambda value: seen.append(float(value)), None, x[0], ordered=True)
+        return allreduce(x)
+
+    for _ in range(3):
+        check(program(X), MEAN)
+    jax.effects_barrier()
+    assert seen == [float(X[0])] * 3
+    for compiled in (program.lower(X).compile(), jax.jit(lambda x: allreduce(x) + 1).lower(X).compile()):
+        results = [compiled(X) for _ in range(3)]
+        check(results[1:], results[:1] * 2)
+
+
 # Dtypes, operators, collectives.
 
 
@@ -215,7 +236,7 @@ def dtypes():
         assert run(lambda a: allreduce(a, allred.Max), jnp.array([RANK == 0, False])).tolist() == [True, False]
         assert run(lambda a: allreduce(a, allred.Min), jnp.array(RANK)).item() == 0
         assert run(lambda a: allreduce(a, allred.Product), jnp.array(2.0)).item() == 2.0**SIZE
-    with jax.enable_x64(True):
+    with enable_x64(True):
         check(jax.jit(allreduce)(jnp.array([1e-300, 1.0]) * (RANK + 1)), np.array([1e-300, 1.0]) * (SIZE + 1) / 2)
         assert allreduce(jnp.array(2**40 + RANK), allred.Max).item() == 2**40 + SIZE - 1
 
@@ -231,6 +252,16 @@ def forms_of_values():
     many = [jnp.full(k % 3, float(RANK)) for k in range(300)]
     check(jax.jit(grouped_allreduce)(many), [jnp.full(k % 3, (SIZE - 1) / 2) for k in range(300)])
     check(grouped_allreduce(many), [jnp.full(k % 3, (SIZE - 1) / 2) for k in range(300)])
+
+
+@case
+def one_array_twice_and_without_jit():
+    found = jax.jit(lambda x: grouped_allreduce([x, x, x[:2]]))(X)
+    check(found, [MEAN, MEAN, MEAN[:2]])
+    with jax.disable_jit():
+        check(allreduce(X), MEAN)
+        check(jax.jit(jax.grad(loss))(X), 2 * MEAN)
+        check(broadcast(jnp.array(RANK), SIZE - 1), jnp.array(SIZE - 1))
 
 
 @case
@@ -306,7 +337,7 @@ def what_is_refused_on_each_rank():
     if SIZE == 1:  # no call is made, so Max has a derivative
         return
     for function, value, text in (
-        (allreduce, jnp.ones(2, jnp.int32), "average of int32"),
+        (allreduce, jnp.ones(2, jnp.int32), "op=allred.Average needs floats, got int32"),
         (allreduce, jnp.ones(2, jnp.complex64), "complex64"),
         (allreduce, jnp.ones(2, jnp.float8_e4m3fn), "float8"),
         (allreduce, jax.random.key(0), "key"),
@@ -332,7 +363,7 @@ def several_devices_of_one_rank():
     function = jax.shard_map(allreduce, mesh=mesh, in_specs=spec, out_specs=spec)
     with pytest.raises(InputError, match="2 devices of this process"):
         jax.jit(function)(X)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="second device"):
+    with pytest.raises(InputError, match="second device"), own_errors():
         jax.jit(allreduce)(jax.device_put(X, devices[1]))
     check(allreduce(X), MEAN)
 

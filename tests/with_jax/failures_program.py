@@ -18,7 +18,15 @@ RANK = allred.rank()
 
 @jax.jit
 def program(x):
-    return allred.jax.allreduce(x, name="loss") * 2
+    """With enough work that XLA uses its threads, before and beside the operation."""
+    square = jnp.ones((512, 512)) * x[0]
+    work = [(square @ (square + k)).sum() for k in range(8)]
+    return allred.jax.allreduce(x + 0 * sum(work[:4]), name="loss") * 2 + 0 * sum(work)
+
+
+@jax.jit
+def loop(x):
+    return jax.lax.fori_loop(0, 10**9, lambda _, x: allred.jax.allreduce(x), x)
 
 
 program(jnp.ones(3))
@@ -37,13 +45,14 @@ match sys.argv[1]:
         if RANK == 1:
             time.sleep(60)
         program(jnp.ones(3))
-    case "interrupted":
-        if RANK == 1:
+    case "interrupted" | "interrupted in a loop" as case:
+        if RANK == 1 and case == "interrupted":
             time.sleep(60)
-        threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        if RANK == 0:
+            threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
         try:
             with allred.jax.own_errors():
-                program(jnp.ones(3))
+                program(jnp.ones(3)) if case == "interrupted" else loop(jnp.ones(3))
         except KeyboardInterrupt:
             print("KeyboardInterrupt in the program", flush=True)
             raise

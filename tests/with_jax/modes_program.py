@@ -154,8 +154,9 @@ def a_session_in_a_program_and_outside():
         optimizer = distributed(make(), name=kind)
         params = jax.tree.map(lambda leaf: leaf + RANK, new_params())  # those of rank 0 count
         first = TrainingState(
-            params=params, state=optimizer.init(params), keys=[jax.random.key(RANK)], count=0, flag=jnp.array(RANK == 0)
-        )
+            params=params, state=optimizer.init(params), keys=[jax.random.key(RANK)], count=0, flag=RANK == 0,
+            arrays=[np.array([2**40 + RANK]), np.int64(2**40), jnp.ones(2, jnp.bfloat16)],
+        )  # fmt: skip
         with allred.Session(checkpoint_dir=directory, save_steps=2, max_steps=steps) as session:
             session.track(params=first, optimizer=optimizer)
             while not session.should_stop():
@@ -171,13 +172,27 @@ def a_session_in_a_program_and_outside():
         assert session.step == steps
         assert first.count == steps
         assert isinstance(first.count, int)
-        assert bool(first.flag)
+        assert first.flag is True
+        assert [type(each) for each in first.arrays[:2]] == [np.ndarray, np.int64]
+        assert [each.item() for each in first.arrays[:2]] == [2**40, 2**40]
+        assert first.arrays[2].dtype == jnp.bfloat16
         return first.params, first.state, jax.random.key_data(first.keys[0])
 
     whole = train("outside", f"{folder}/whole", 6)
     for kind in ("outside", "inside"):
         train(kind, f"{folder}/{kind}", 4)
         close(train(kind, f"{folder}/{kind}", 6), whole)
+    for kind, number in (("outside", 9), ("inside", 0)):  # `restore` reads it too
+        optimizer, params = distributed(make(), name=f"{kind} again"), jax.tree.map(jnp.zeros_like, new_params())
+        found = TrainingState(
+            params=params, state=optimizer.init(params), keys=[jax.random.key(9)], count=number, flag=False,
+            arrays=[np.array([0]), np.int64(0), jnp.zeros(2, jnp.bfloat16)],
+        )  # fmt: skip
+        assert optimizer.allred.restore(f"{folder}/{kind}", found) == 6
+        close((found.params, found.state, jax.random.key_data(found.keys[0])), whole)
+        assert found.count == 6
+    with pytest.raises(InputError, match=r"take an allred\.jax\.TrainingState"):
+        optimizer.allred.save(folder, params)
     saved = allred.checkpoint.read_checkpoint(allred.checkpoint.newest(f"{folder}/whole")).params
     assert set(saved) == {"layer.w", "rest.0", "rest.1.left", "rest.1.right"}
     np.testing.assert_array_equal(saved["layer.w"], whole[0]["layer"]["w"])
@@ -203,13 +218,28 @@ def save_and_restore():
         close(found.state, state, 0)
         assert (jax.random.key_data(found.key) == jax.random.key_data(training.key)).all()
         small = distributed(optax.sgd(0.1), name="small")
-        with pytest.raises((CheckpointError, InputError), match="the state of optax has the arrays"):
+        with pytest.raises(InputError, match="the state of optax has the arrays"):
             small.allred.restore(folder, TrainingState(params=empty, state=small.init(empty)))
         less = {"layer": empty["layer"]}
         other = distributed(make(), name="less")
         with pytest.raises(CheckpointError, match="another model"):
             other.allred.restore(folder, TrainingState(params=less, state=other.init(less)))
     optimizer.allred.finish()
+
+
+@case
+def numpy_parameters_that_the_program_changes():
+    if MODE != "sync":
+        return
+    optimizer, params = distributed(optax.sgd(1.0)), {"w": np.zeros(2, np.float32)}
+    state, grads = optimizer.init(params), {"w": np.full(2, RANK, np.float32)}
+    with pytest.raises(NonFiniteError):
+        optimizer.step(params, state, {"w": jnp.full(2, jnp.nan)})
+    params["w"] += 100
+    close(optimizer.step(params, state, grads)[0], {"w": jnp.full(2, 100 - (SIZE - 1) / 2)})
+    assert (grads["w"] == RANK).all()
+    for shape in ((3,), (2, 2)):
+        close(optimizer.step({"w": jnp.ones(shape)}, state, {"w": jnp.ones(shape)})[0], {"w": jnp.zeros(shape)})
 
 
 @case
@@ -224,8 +254,7 @@ def broadcast():
     close(training.params, jax.tree.map(lambda leaf: leaf + SIZE - 1, new_params()))
     assert int(training.state[1][0].count) == SIZE - 1
     assert training.name == "kept"
-    keys = allred.allgather_object(np.asarray(jax.random.key_data(training.key)).tolist())
-    assert all(key == keys[0] for key in keys)
+    assert (jax.random.key_data(training.key) == jax.random.key_data(jax.random.key(SIZE - 1))).all()
 
 
 run_cases()

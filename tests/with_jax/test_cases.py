@@ -36,25 +36,22 @@ def results(program, job):
     return cases.results(result.out), result.text
 
 
-def check(program, job, name):
-    found, text = results(program, job)
+PROGRAMS = "collectives_program.py", "training_program.py"
+
+
+@pytest.mark.limit(220)
+@pytest.mark.parametrize(
+    ("program", "name"), [(program, name) for program in PROGRAMS for name in cases.names(HERE / program)]
+)
+def test_cases(program, name):
+    found, text = results(program, "2 ranks")
     assert found.get(name, f"the job ended before this case:\n{text}") == "ok"
 
 
-every_job = pytest.mark.parametrize(
-    "job", [pytest.param(job, marks=[] if job == "2 ranks" else pytest.mark.full) for job in JOBS]
-)
-
-
-@every_job
+@pytest.mark.full
 @pytest.mark.limit(220)
-@pytest.mark.parametrize("name", cases.names(HERE / "collectives_program.py"))
-def test_collectives(job, name):
-    check("collectives_program.py", job, name)
-
-
-@every_job
-@pytest.mark.limit(220)
-@pytest.mark.parametrize("name", cases.names(HERE / "training_program.py"))
-def test_training(job, name):
-    check("training_program.py", job, name)
+@pytest.mark.parametrize("job", [job for job in JOBS if job != "2 ranks"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_other_jobs(program, job):
+    found, text = results(program, job)
+    assert found == dict.fromkeys(cases.names(HERE / program), "ok"), text

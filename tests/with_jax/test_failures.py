@@ -42,8 +42,9 @@ def test_a_wait_has_the_time_limit():
     assert "CollectiveTimeout: grouped_allreduce(Average) #2 'loss (jit_program, operation 1)'" in result.text
 
 
-def test_ctrl_c_ends_a_wait():
-    result = run("interrupted")
+@pytest.mark.parametrize("where", ["interrupted", "interrupted in a loop"])
+def test_ctrl_c_ends_a_wait(where):
+    result = run(where)
     assert result.code != 0
     assert "KeyboardInterrupt in the program" in result.text
 

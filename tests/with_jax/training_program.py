@@ -6,6 +6,7 @@ Expected values come from one process: each rank also trains on the global batch
 import collections
 import contextlib
 import functools
+import importlib
 import io
 
 import equinox as eqx
@@ -23,6 +24,7 @@ import allred.jax
 from allred.errors import DriftError, InputError, MismatchError, NonFiniteError
 from allred.jax import average_gradients, broadcast_params, distributed, own_errors
 
+enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else importlib.import_module("jax.experimental").enable_x64
 allred.init(banner=False)
 RANK, SIZE = allred.rank(), allred.size()
 MEAN = (SIZE - 1) / 2
@@ -117,7 +119,7 @@ def samples_are_known_inside_of_batches():
 
 
 @case
-def accumulation_communicates_once():
+def accumulation():
     make = lambda: optax.MultiSteps(distributed(optax.sgd(0.1), name="accumulated"), 3)  # noqa: E731
     batches = [batch(step, RANK, 4) for step in range(6)]
     found = train(make().gradient_transformation(), RANK, batches, counts=False)
@@ -126,6 +128,9 @@ def accumulation_communicates_once():
         for part in ((0, 1, 2), (3, 4, 5))
     ]
     close(found, train(optax.with_extra_args_support(optax.sgd(0.1)), 0, whole, broadcasts=False))
+    for name, value in (("accumulate", 2), ("scaler", allred.GradScaler()), ("sharded", True), ("clip_norm", 1.0)):
+        with pytest.raises(InputError, match=f"{name} is not available with JAX"):
+            distributed(optax.sgd(0.1), **{name: value})
 
 
 @case
@@ -180,6 +185,8 @@ def forms_of_gradients():
         close(average_gradients(tree), expected)
         close(jax.jit(average_gradients)(tree), expected)
         close(average_gradients(tree, params=tree if RANK is None else expected), expected)
+    with pytest.raises(InputError, match=r"the name 'a\.b'"):
+        average_gradients({"a": {"b": w}, "a.b": w})
     for tree in ({}, [], None):
         assert average_gradients(tree) == tree
         assert jax.jit(average_gradients)(tree) == tree
@@ -190,7 +197,7 @@ def forms_of_gradients():
         found = jax.jit(average_gradients)({"w": jnp.full(5, RANK, dtype)})["w"]
         assert found.dtype == dtype
         close(found.astype(float), jnp.full(5, MEAN))
-    with jax.enable_x64(True):
+    with enable_x64(True):
         close(average_gradients({"w": jnp.full(5, RANK + 1e-12)})["w"], np.full(5, MEAN + 1e-12), 1e-15)
     close(average_gradients({"w": w}, op=allred.Sum)["w"], jnp.full((2, 3), SIZE * MEAN))
     assert isinstance(average_gradients(Pair(w, w)), Pair)
@@ -248,14 +255,21 @@ def mistakes_are_found():
         distributed(allred.optim.SGD(0.1))
     with pytest.raises(InputError, match="int32"):
         average_gradients({"w": jnp.ones(2, jnp.int32)})
-    with pytest.raises(InputError, match="samples"), own_errors():
-        average_gradients({"w": jnp.ones(2)}, samples=-1)
+    for samples in (-1, 2.5, jnp.ones(2, int)):
+        with pytest.raises(InputError, match="samples"), own_errors():
+            average_gradients({"w": jnp.ones(2)}, samples=samples)
+    programs = [jax.jit(lambda w: average_gradients({"w": w})), jax.jit(lambda w: average_gradients({"w": w * 2}))]
+    for number, program in enumerate(programs):
+        program.__wrapped__.__name__ = f"program_{number}"
+    for program in (programs[RANK % 2], programs[(RANK + 1) % 2]):
+        with pytest.raises(MismatchError, match=r"jit_program_(0.*jit_program_1|1.*jit_program_0)"), own_errors():
+            program(jnp.ones(3))
     text = io.StringIO()
     with contextlib.redirect_stderr(text), contextlib.redirect_stdout(text):
         for _ in range(3):
             average_gradients({"w": jnp.arange(70.0)}, name="equal")
     if RANK == 0:
-        assert "same" in text.getvalue() or "equal" in text.getvalue(), text.getvalue()
+        assert "all ranks have the same gradients" in text.getvalue(), text.getvalue()
 
 
 @case
