@@ -19,9 +19,9 @@ except ImportError:
     raise SystemExit("this example needs scikit-learn: pip install scikit-learn") from None
 
 import allred
-import allred.jax
+import allred.jax  # before the first computation of JAX
 
-EPOCHS, BATCH = 20, 100
+EPOCHS, BATCH, TRAINING = 20, 100, 1437
 
 
 def new_parameters(key):
@@ -44,7 +44,8 @@ def main():
     x, y = (digits.data / 16).astype("float32")[order], digits.target[order]
 
     optimizer = allred.jax.distributed(optax.adam(0.003))
-    params = allred.jax.broadcast_params(new_parameters(jax.random.key(allred.rank())))
+    params = new_parameters(jax.random.key(allred.rank()))
+    params = allred.jax.broadcast_params(params)  # all ranks start from the parameters of rank 0
     state = optimizer.init(params)
 
     @jax.jit
@@ -52,15 +53,15 @@ def main():
         def loss(params):
             return optax.softmax_cross_entropy_with_integer_labels(logits(params, images), labels).mean()
 
-        updates, state = optimizer.update(jax.grad(loss)(params), state, params)  # averages
+        updates, state = optimizer.update(jax.grad(loss)(params), state, params)  # averages the gradients
         return optax.apply_updates(params, updates), state
 
-    for images, labels in allred.data.batches(x[:1437], y[:1437], batch_size=BATCH, epochs=EPOCHS):
+    for images, labels in allred.data.batches(x[:TRAINING], y[:TRAINING], batch_size=BATCH, epochs=EPOCHS):
         params, state = train_step(params, state, images, labels)
 
     digests = allred.allgather_object(allred.digest(params))
     if allred.rank() == 0:
-        accuracy = (logits(params, x[1437:]).argmax(1) == y[1437:]).mean()
+        accuracy = (logits(params, x[TRAINING:]).argmax(1) == y[TRAINING:]).mean()
         print(f"parameters equal on all ranks: {'yes' if len(set(digests)) == 1 else 'no'}")
         print(f"test accuracy: {accuracy:.3f}")
 

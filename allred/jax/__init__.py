@@ -6,7 +6,7 @@
     allred.init()
     optimizer = allred.jax.distributed(optax.adam(1e-3))        # an optax.GradientTransformation
 
-docs/jax.md is the guide. Importing it does not start MPI.
+Guide: docs/jax.md. Importing allred.jax does not start MPI; it switches asynchronous dispatch of JAX on CPUs off.
 """
 
 import sys
@@ -27,7 +27,7 @@ custom_call.install()
 from typing import Any  # noqa: E402
 
 from allred.jax.averaging import average_gradients  # noqa: E402
-from allred.jax.custom_call import own_errors  # noqa: E402
+from allred.jax.custom_call import raise_allred_errors  # noqa: E402
 from allred.jax.jax_collectives import allgather, allreduce, broadcast, broadcast_params, grouped_allreduce  # noqa: E402
 from allred.jax.training_state import TrainingState  # noqa: E402
 
@@ -40,7 +40,7 @@ __all__ = [
     "broadcast_params",
     "distributed",
     "grouped_allreduce",
-    "own_errors",
+    "raise_allred_errors",
 ]
 
 

@@ -104,7 +104,10 @@ class JaxAveraging(JaxCollective):
             if self.tells_use:
                 targets[-1][...] = used
             elif not used:
-                raise InputError(f"{title}: the step is skipped, but the program does not expect it")
+                raise InputError(
+                    f"{title}: a step is skipped, but the function was compiled for nonfinite='raise'; set "
+                    "nonfinite='skip' before it is compiled"
+                )
 
         return run
 
@@ -170,21 +173,22 @@ def average_gradients(
     process_set: ProcessSet | None = None,
     ordered: bool = True,
 ) -> Any:
-    """Return the mean over all ranks of a pytree of gradients, as one operation. Inside and outside of `jax.jit`.
-
-    The checks are those of a step of `allred.distributed` (docs/mistakes.md). A gradient with NaN or infinity is an
-    error that names its path in the pytree.
+    """Average a pytree of gradients over all ranks, as one operation, inside or outside of `jax.jit`. Returns a pytree
+    of the same structure, shapes and dtypes. Collective, in mode sync.
 
     Arguments:
-        grads: a pytree of arrays of floats.
-        samples: how many samples the gradients of this rank are the mean of, a number or an array of shape (): ranks
-            are weighted by it. Known automatically if the program runs inside `allred.data.batches`. If no rank gives
-            it, all count equally.
+        grads: a pytree of arrays of float16, bfloat16, float32 or float64.
+        samples: the number of samples of this rank's gradients, an integer or an array of integers of shape (): ranks
+            are weighted by it. Default: the size of the latest batch of `allred.data.batches` or `stream`. If no rank
+            has one, all count equally.
         params: the parameters, a pytree like `grads`: 1024 of their elements are compared between ranks in each step.
-        op, name, nonfinite, compression, process_set: as of `allred.distributed`; nonfinite may be raise or ignore.
+        op: allred.Average or Sum.
+        nonfinite: what happens if a gradient has NaN or infinity, "raise" or "ignore"; default: ALLRED_NONFINITE.
+        name, compression, process_set: see `allred.distributed`.
         ordered: see `allred.jax.allreduce`.
 
-    Collective, in mode sync.
+    Raises InputError; MismatchError if ranks differ; NonFiniteError, which names the path in the pytree; DriftError if
+    `params` differ. In a compiled function see `raise_allred_errors`.
 
     Example: on 2 ranks, `average_gradients({"w": jnp.full(2, float(allred.rank()))})` returns `{"w": [0.5, 0.5]}`.
     """

@@ -70,16 +70,14 @@ def original(error: BaseException) -> BaseException:
 
 
 @contextlib.contextmanager
-def own_errors() -> Iterator[None]:
-    """Inside this block, errors of allred in a function of `jax.jit` are raised as themselves, such as
-    `allred.MismatchError`; JAX raises JaxRuntimeError or ValueError with their text. Ctrl-C in a wait is
-    KeyboardInterrupt.
+def raise_allred_errors() -> Iterator[None]:
+    """Inside this block a function that JAX compiles raises errors of allred, such as `allred.MismatchError`. Without
+    it JAX raises JaxRuntimeError or ValueError with the same text. Ctrl-C in a wait is KeyboardInterrupt.
 
-        with allred.jax.own_errors():
+        with allred.jax.raise_allred_errors():
             params, state, loss = train_step(params, state, batch)
 
-    Functions of allred.jax outside of jit need no such block, and a program that ends with an error prints the original
-    one.
+    Outside of compiled functions it is not needed. A script that ends with such an error prints that of allred.
     """
     try:
         yield
@@ -93,7 +91,7 @@ def install() -> None:
     """Register the handler with XLA. Raises InputError without allred's C extension, or if JAX has run a program."""
     if native.xla_handlers is None:
         raise InputError(f"allred.jax needs the C extension of allred, which is {native.reason}")
-    if not jax_internals.run_programs_in_the_calling_thread():
+    if not jax_internals.disable_async_dispatch():
         raise InputError(
             "allred.jax must be imported before the first computation of JAX, because it changes how JAX runs programs "
             "on CPUs: each one ends before its call returns. Move `import allred.jax` to the top, or call "

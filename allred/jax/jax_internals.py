@@ -22,8 +22,8 @@ class OrderedEffect(effects.Effect):
 
 
 class HostEffect(effects.Effect):
-    """An effect without order. With it JAX calls a program that was compiled ahead of time in the right way: its faster
-    way passes no tokens."""
+    """An effect without order. The faster path on which JAX calls functions that were compiled ahead of time passes no
+    tokens; with this effect JAX takes the slower one, which does."""
 
     def __str__(self) -> str:
         return "allred on the host"
@@ -46,9 +46,9 @@ for _effects in (
         _effects.add_type(HostEffect)
 
 
-def run_programs_in_the_calling_thread() -> bool:
-    """Let the CPU client of JAX run each program before its call returns. False if it may not do so any more, because a
-    program has run."""
+def disable_async_dispatch() -> bool:
+    """Let each call of a program on a CPU return after the program has ended. Return False if JAX does not take the
+    setting any more, because it has made its CPU client."""
     flag = "jax_cpu_enable_async_dispatch"
     if jax.config.read(flag) and xla_bridge.backends_are_initialized():
         return False

@@ -2,7 +2,7 @@
 
 In programs of mode sync the optimizer is a transformation (`update`), and gradients are averaged in the program. Its
 method `step` works in every mode, outside of programs: the parameters are copied to numpy arrays, which a distributed
-optimizer trains (`Optimizer`), and which parameter servers and rounds can change in place.
+optimizer trains (`OptaxOptimizer`), and which parameter servers and rounds can change in place.
 """
 
 import operator
@@ -71,7 +71,7 @@ class OptaxUpdate(NoUpdate):
 
     def load_state_dict(self, state: Any) -> None:
         if not isinstance(state, dict) or "arrays" not in state:
-            raise InputError("the state is not of allred.jax.distributed; restore the same optimizer's")
+            raise InputError("the state is not of allred.jax.distributed; restore a checkpoint of the same optimizer")
         if self.state is None:  # made in the first step, when the parameters are known
             self._loaded = state["arrays"]
         else:
@@ -136,20 +136,20 @@ class OptaxOptimizer(GradientAverager):
 
     def _take(self, training: TrainingState) -> dict[str, Array]:
         """Return copies of the parameters, and take the state of the optimizer."""
-        self._optax.state = training.state
+        self._optax.state = training.opt_state
         return self._copy(arrays_of(training.params))
 
     def _give(self, training: TrainingState) -> None:
         """Assign parameters and state, which were restored or received."""
         training.params = arrays_of(training.params).from_numpy(self._copies)
         self._copied = arrays_of(training.params).values
-        training.state = self._optax.state
+        training.opt_state = self._optax.state
 
     def session_parts(self, params: Any) -> tuple[Any, dict[str, Any]]:
         if not isinstance(params, TrainingState):
             raise InputError(
                 f"{self.name}: got parameters of class {type(params).__name__}; sessions and checkpoints take an "
-                "allred.jax.TrainingState(params=..., state=...)"
+                "allred.jax.TrainingState(params=..., opt_state=...)"
             )
         if world.config().mode == "local":
             raise InputError(f"{self.name}: allred.jax has sessions and checkpoints in modes sync and ps only")
@@ -225,8 +225,8 @@ class DistributedTransformation(optax.GradientTransformationExtraArgs):
         Mode sync: averages the gradients, then makes the update. Mode ps: the parameter servers have the state, and
         `state` is returned unchanged. Mode local: the update is that of this rank, and a round averages parameters.
 
-        Pass the parameters that the last call has returned. The arguments are pytrees of arrays of floats; samples: see
-        `allred.jax.average_gradients`. Errors are those of `allred.DistributedOptimizer.step`.
+        params, grads: pytrees of arrays of floats, of one structure. Pass the parameters that the last call returned.
+        samples: see `allred.jax.average_gradients`. Errors: as of `allred.DistributedOptimizer.step`.
         """
         return self.allred.step_trees(params, state, grads, samples)
 
@@ -256,9 +256,11 @@ def distributed(
     does not change the state. The method `step` works in every mode, outside of `jax.jit`. The attribute `allred` is
     the `DistributedOptimizer`: `optimizer.allred.summary()`.
 
-    options: further ones of `allred.distributed`, for the method `step`, such as `consistency`, and `every`.
+    options: arguments of `allred.distributed` for the method `step`, such as `consistency` and `every`.
 
-    Raises InputError if `transformation` is not an optax transformation.
+    Raises InputError if `transformation` is not an optax transformation, or for the options accumulate, clip_norm,
+    scaler and sharded: use optax. `update` raises InputError in modes ps and local, and MismatchError, DriftError and
+    NonFiniteError; in a compiled function see `allred.jax.raise_allred_errors`.
     """
     if wrong := sorted(options.keys() & {"accumulate", "scaler", "sharded", "clip_norm"}):
         raise InputError(f"allred.jax.distributed: {wrong[0]} is not available with JAX; optax clips and accumulates")
@@ -275,11 +277,9 @@ def distributed(
     def update(grads: Any, state: Any, params: Any = None, *, samples: Any = None, **more: Any) -> Any:
         mean, used = average(own, grads, params, samples, ordered)
 
-        def make() -> Any:
-            result = inner.update(mean, state, params, **more)
-            return result if functions.current(process_set).size == 1 else isolated(result)
-
-        updates, after = make()
+        updates, after = inner.update(mean, state, params, **more)
+        if functions.current(process_set).size > 1:
+            updates, after = isolated((updates, after))
         if used is None:
             return updates, after
         updates = jax.tree_util.tree_map(lambda value: jnp.where(used, value, jnp.zeros_like(value)), updates)

@@ -115,7 +115,7 @@ def _program(collective: JaxCollective) -> Any:
 def _run(*operands: Any, collective: JaxCollective, in_place: bool) -> list[Any]:
     results = collective.run_directly(operands)
     if results is None:
-        with custom_call.own_errors(), jax.disable_jit(False):
+        with custom_call.raise_allred_errors(), jax.disable_jit(False):
             results = _program(collective)(*operands)
     return results
 
@@ -144,7 +144,7 @@ class _Calls:
         if self.unordered and (self.count > 1 or nested):
             raise InputError(
                 f"allred.jax: program {program} has an operation with ordered=False, but it is not the only one, or it "
-                "is in a function of jit that another one calls; leave ordered=False out"
+                "is in a jitted function that another one calls; leave ordered=False out"
             )
         return self.count
 

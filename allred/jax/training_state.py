@@ -9,33 +9,37 @@ from allred.jax.trees import arrays_of
 
 
 class TrainingState:
-    """The pytrees of a training as attributes, which a session saves and restores.
+    """The pytrees of a training run as attributes, which a session saves and restores.
 
-        training = allred.jax.TrainingState(params=params, state=optimizer.init(params), key=jax.random.key(0))
+        training = allred.jax.TrainingState(params=params, opt_state=opt_state, key=jax.random.key(0))
         session.track(params=training, optimizer=optimizer, data=batches)
         for x, y in session.steps(batches):
-            training.params, training.state = train_step(training.params, training.state, x, y)
+            training.params, training.opt_state = train_step(
+                training.params, training.opt_state, x, y
+            )
 
     params: the parameters, which are saved under their paths, such as "hidden.w": programs with numpy and torch and
         the same names can read them.
-    state: the state of the optimizer.
-    trees: any others, such as random keys, batch statistics, and counters.
+    opt_state: the state of the optimizer.
+    trees: others, such as a random key, batch statistics and counters. They must be equal on all ranks: a checkpoint
+        has the values of rank 0, and all ranks get them when it is restored.
 
     Arrays, numbers, bools and random keys are saved; other leaves, such as functions, stay as they are.
     """
 
-    def __init__(self, *, params: Any, state: Any = None, **trees: Any) -> None:
-        self.params, self.state = params, state
+    def __init__(self, *, params: Any, opt_state: Any = None, **trees: Any) -> None:
+        self.params, self.opt_state = params, opt_state
         self._others = tuple(trees)
         for name, tree in trees.items():
             setattr(self, name, tree)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Return the arrays of all trees except parameters and state, by the names of tree and leaf."""
+        """Internal: return the arrays of the other trees, by the names of tree and leaf. A checkpoint also has the
+        parameters and the state of the optimizer."""
         return {name: arrays_of(getattr(self, name), numbers=True).to_numpy() for name in self._others}
 
     def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
-        """Restore a result of `state_dict`. Raises InputError for trees of another structure."""
+        """Internal: restore a result of `state_dict`. Raises InputError for trees of another structure."""
         loaded = {name: with_arrays(f"tree '{name}'", getattr(self, name), state.get(name)) for name in self._others}
         for name, tree in loaded.items():
             setattr(self, name, tree)
@@ -47,6 +51,9 @@ def with_arrays(what: str, tree: Any, values: dict[str, Any] | None) -> Any:
     shapes = {name: np.shape(value) for name, value in zip(own.names, own.values, strict=True)}
     given = None if values is None else {name: np.shape(value) for name, value in values.items()}
     if given != shapes:
-        raise InputError(f"{what} has the arrays {shapes}, but the checkpoint has {given}; restore the same program's")
+        raise InputError(
+            f"{what} has the arrays {shapes}, but the checkpoint has {given}; restore a checkpoint of the same model "
+            "and optimizer"
+        )
     assert values is not None
     return own.from_numpy(values)

@@ -17,7 +17,7 @@ def names_of(tree: Any) -> list[str]:
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise InputError(f"two leaves of a pytree have the name '{twice}'; rename a key that contains a dot")
+        raise InputError(f"two leaves of a pytree have the name '{twice}'; rename one of the keys")
     return names
 
 

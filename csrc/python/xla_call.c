@@ -2,9 +2,9 @@
  * The handler of allred's custom calls in programs of XLA (allred/jax/custom_call.py).
  *
  * XLA calls it without the GIL, on a thread that executes the program, and it returns when the operation is complete.
- * Each call has a number, and the function `run` in Python knows what the call does. A reduction gives back what it
- * needs to be repeated here: the next time C reads the arrays and reduces them, as for numpy arrays, and the GIL is not
- * held while bytes move. `run` is called again if C cannot do it, or to complete what takes longer.
+ * Each call has a number, and the function `run` in Python knows what the call does. For a reduction it returns
+ * (segment, queue, op, name), with which the next runs reduce here, without the GIL while bytes move. `run` is called
+ * again if C cannot do it, or to complete what takes longer.
  *
  * The structs are the part of XLA's C interface (version 0 of "XLA FFI") that is used here. Each begins with its size,
  * because a later version may have more fields.
@@ -193,7 +193,8 @@ static void keep_repeat(int64_t number, PyObject *repeat) {
   Py_XDECREF(before);
 }
 
-/* Reduce the arguments to the results by the fast path: True, None or an operation, as reduce_memory. */
+/* Reduce the arguments to the results by the fast path: True if done; an operation that takes longer; None if the fast
+ * path is not possible. */
 static PyObject *reduce(const xla_call *call, PyObject *repeat) {
   static PyObject *idle;
   allred_memory on_stack[ON_STACK], *memory = on_stack;
@@ -240,10 +241,11 @@ PyObject *allred_python_xla_interrupted(PyObject *module, PyObject *unused) { re
 
 /* Whether the flag is set from now on: Python handles the signal, and this is not the main thread. */
 static int watch_interrupts(void) {
-  struct sigaction own = {.sa_sigaction = on_interrupt, .sa_flags = SA_SIGINFO};
+  struct sigaction own = {.sa_sigaction = on_interrupt};
   interrupted = 0;
   if (PyThread_get_thread_ident() == main_thread || sigaction(SIGINT, NULL, &previous) < 0) return 0;
   if (!(previous.sa_flags & SA_SIGINFO) && (previous.sa_handler == SIG_DFL || previous.sa_handler == SIG_IGN)) return 0;
+  own.sa_flags = previous.sa_flags | SA_SIGINFO;
   own.sa_mask = previous.sa_mask;
   return sigaction(SIGINT, &own, NULL) == 0;
 }
@@ -297,7 +299,7 @@ static void *failure_of(const xla_call *call) {
   const char *message = text ? PyUnicode_AsUTF8AndSize(text, NULL) : NULL;
   void *failure = error(call, message ? message : "an error without a message");
   PyErr_Clear();
-  /* Again, where the program is: XLA reports this one as an error of its own. */
+  /* Let the main thread raise KeyboardInterrupt, too: XLA reports this one as an error of its own. */
   if (value && PyErr_GivenExceptionMatches(value, PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();
   Py_XDECREF(text);
   Py_XDECREF(value);

@@ -17,6 +17,8 @@ MODULES = [
 def test_docstring_examples(name):
     if name.startswith(("allred.torch", "allred.bench.torch", "allred.compat.horovod_common")):
         pytest.importorskip("torch")
+    if name.startswith("allred.jax"):
+        pytest.importorskip("optax")
     if name.startswith("allred.spark"):
         pytest.importorskip("pyarrow")
     assert doctest.testmod(importlib.import_module(name)).failed == 0

@@ -14,7 +14,7 @@ from optimizer_case_runner import case, run_cases
 import allred
 import allred.jax
 from allred.errors import InputError, MismatchError
-from allred.jax import allgather, allreduce, broadcast, grouped_allreduce, own_errors
+from allred.jax import allgather, allreduce, broadcast, grouped_allreduce, raise_allred_errors
 
 enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else importlib.import_module("jax.experimental").enable_x64
 allred.init(banner=False)
@@ -314,20 +314,20 @@ def differences_between_ranks():
     if SIZE == 1:
         return
     for function in (allreduce, jax.jit(lambda x: allreduce(x, name="loss"))):
-        with pytest.raises(MismatchError) as caught, own_errors():
+        with pytest.raises(MismatchError) as caught, raise_allred_errors():
             function(jnp.ones(3 + RANK))
         assert len(set(allred.allgather_object(str(caught.value)))) == 1
         assert f"float32 ({3 + RANK},) on rank {RANK}" in str(caught.value)
     one, other = (lambda x: allreduce(x)), (lambda x: allreduce(x) + 1)
     one.__name__, other.__name__ = "one", "other"
-    with pytest.raises(MismatchError, match=r"jit_other.*rank 0; .*jit_one.* ranks? 1"), own_errors():
+    with pytest.raises(MismatchError, match=r"jit_other.*rank 0; .*jit_one.* ranks? 1"), raise_allred_errors():
         jax.jit(one if RANK else other)(X)
     function = jax.jit(lambda x: allreduce(x, name="again"))
     function(X[:4])
     for _ in range(2):
         with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=r"ABORTED.*float32"):
             function(jnp.ones(3 + RANK))
-        with pytest.raises(MismatchError, match="'again"), own_errors():
+        with pytest.raises(MismatchError, match="'again"), raise_allred_errors():
             function(jnp.ones(3 + RANK))
     check(allreduce(X), MEAN)
 
@@ -363,7 +363,7 @@ def several_devices_of_one_rank():
     function = jax.shard_map(allreduce, mesh=mesh, in_specs=spec, out_specs=spec)
     with pytest.raises(InputError, match="2 devices of this process"):
         jax.jit(function)(X)
-    with pytest.raises(InputError, match="second device"), own_errors():
+    with pytest.raises(InputError, match="second device"), raise_allred_errors():
         jax.jit(allreduce)(jax.device_put(X, devices[1]))
     check(allreduce(X), MEAN)
 

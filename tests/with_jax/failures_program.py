@@ -51,7 +51,7 @@ match sys.argv[1]:
         if RANK == 0:
             threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
         try:
-            with allred.jax.own_errors():
+            with allred.jax.raise_allred_errors():
                 program(jnp.ones(3)) if case == "interrupted" else loop(jnp.ones(3))
         except KeyboardInterrupt:
             print("KeyboardInterrupt in the program", flush=True)

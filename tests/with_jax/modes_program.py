@@ -154,7 +154,7 @@ def a_session_in_a_program_and_outside():
         optimizer = distributed(make(), name=kind)
         params = jax.tree.map(lambda leaf: leaf + RANK, new_params())  # those of rank 0 count
         first = TrainingState(
-            params=params, state=optimizer.init(params), keys=[jax.random.key(RANK)], count=0, flag=RANK == 0,
+            params=params, opt_state=optimizer.init(params), keys=[jax.random.key(RANK)], count=0, flag=RANK == 0,
             arrays=[np.array([2**40 + RANK]), np.int64(2**40), jnp.ones(2, jnp.bfloat16)],
         )  # fmt: skip
         with allred.Session(checkpoint_dir=directory, save_steps=2, max_steps=steps) as session:
@@ -164,9 +164,9 @@ def a_session_in_a_program_and_outside():
                 noise = jax.random.normal(key)
                 grads = jax.tree.map(lambda leaf, noise=noise: leaf + noise, gradients(first.count, RANK))
                 if kind == "outside":
-                    first.params, first.state = optimizer.step(first.params, first.state, grads)
+                    first.params, first.opt_state = optimizer.step(first.params, first.opt_state, grads)
                 else:
-                    updates, first.state = jax.jit(optimizer.update)(grads, first.state, first.params)
+                    updates, first.opt_state = jax.jit(optimizer.update)(grads, first.opt_state, first.params)
                     first.params = optax.apply_updates(first.params, updates)
                 first.count += 1
         assert session.step == steps
@@ -176,7 +176,7 @@ def a_session_in_a_program_and_outside():
         assert [type(each) for each in first.arrays[:2]] == [np.ndarray, np.int64]
         assert [each.item() for each in first.arrays[:2]] == [2**40, 2**40]
         assert first.arrays[2].dtype == jnp.bfloat16
-        return first.params, first.state, jax.random.key_data(first.keys[0])
+        return first.params, first.opt_state, jax.random.key_data(first.keys[0])
 
     whole = train("outside", f"{folder}/whole", 6)
     for kind in ("outside", "inside"):
@@ -185,11 +185,11 @@ def a_session_in_a_program_and_outside():
     for kind, number in (("outside", 9), ("inside", 0)):  # `restore` reads it too
         optimizer, params = distributed(make(), name=f"{kind} again"), jax.tree.map(jnp.zeros_like, new_params())
         found = TrainingState(
-            params=params, state=optimizer.init(params), keys=[jax.random.key(9)], count=number, flag=False,
+            params=params, opt_state=optimizer.init(params), keys=[jax.random.key(9)], count=number, flag=False,
             arrays=[np.array([0]), np.int64(0), jnp.zeros(2, jnp.bfloat16)],
         )  # fmt: skip
         assert optimizer.allred.restore(f"{folder}/{kind}", found) == 6
-        close((found.params, found.state, jax.random.key_data(found.keys[0])), whole)
+        close((found.params, found.opt_state, jax.random.key_data(found.keys[0])), whole)
         assert found.count == 6
     with pytest.raises(InputError, match=r"take an allred\.jax\.TrainingState"):
         optimizer.allred.save(folder, params)
@@ -202,28 +202,28 @@ def a_session_in_a_program_and_outside():
 def save_and_restore():
     optimizer = distributed(make())  # a parameter server serves here
     folder, params = shared_folder(), new_params()
-    training = TrainingState(params=params, state=optimizer.init(params), key=jax.random.key(7))
+    training = TrainingState(params=params, opt_state=optimizer.init(params), key=jax.random.key(7))
     assert optimizer.allred.restore(folder, training) is None
     for step in range(2):
-        training.params, training.state = optimizer.step(training.params, training.state, gradients(step, RANK))
+        training.params, training.opt_state = optimizer.step(training.params, training.opt_state, gradients(step, RANK))
     if MODE == "sync":
-        state = training.state
+        state = training.opt_state
         optimizer.allred.save(folder, training)
         allred.barrier()
         other = distributed(make(), name="other")
         empty = jax.tree.map(jnp.zeros_like, params)
-        found = TrainingState(params=empty, state=other.init(empty), key=jax.random.key(0))
+        found = TrainingState(params=empty, opt_state=other.init(empty), key=jax.random.key(0))
         assert other.allred.restore(folder, found) == 2
         close(found.params, training.params, 0)
-        close(found.state, state, 0)
+        close(found.opt_state, state, 0)
         assert (jax.random.key_data(found.key) == jax.random.key_data(training.key)).all()
         small = distributed(optax.sgd(0.1), name="small")
         with pytest.raises(InputError, match="the state of optax has the arrays"):
-            small.allred.restore(folder, TrainingState(params=empty, state=small.init(empty)))
+            small.allred.restore(folder, TrainingState(params=empty, opt_state=small.init(empty)))
         less = {"layer": empty["layer"]}
         other = distributed(make(), name="less")
         with pytest.raises(CheckpointError, match="another model"):
-            other.allred.restore(folder, TrainingState(params=less, state=other.init(less)))
+            other.allred.restore(folder, TrainingState(params=less, opt_state=other.init(less)))
     optimizer.allred.finish()
 
 
@@ -249,10 +249,10 @@ def broadcast():
     optimizer = distributed(make())
     params = jax.tree.map(lambda leaf: leaf + RANK, new_params())
     state = jax.tree.map(lambda leaf: leaf + RANK, optimizer.init(params))
-    training = TrainingState(params=params, state=state, key=jax.random.key(RANK), name="kept")
+    training = TrainingState(params=params, opt_state=state, key=jax.random.key(RANK), name="kept")
     optimizer.allred.broadcast(training, root=SIZE - 1)
     close(training.params, jax.tree.map(lambda leaf: leaf + SIZE - 1, new_params()))
-    assert int(training.state[1][0].count) == SIZE - 1
+    assert int(training.opt_state[1][0].count) == SIZE - 1
     assert training.name == "kept"
     assert (jax.random.key_data(training.key) == jax.random.key_data(jax.random.key(SIZE - 1))).all()
 

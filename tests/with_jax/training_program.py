@@ -22,7 +22,7 @@ from optimizer_case_runner import case, run_cases
 import allred
 import allred.jax
 from allred.errors import DriftError, InputError, MismatchError, NonFiniteError
-from allred.jax import average_gradients, broadcast_params, distributed, own_errors
+from allred.jax import average_gradients, broadcast_params, distributed, raise_allred_errors
 
 enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else importlib.import_module("jax.experimental").enable_x64
 allred.init(banner=False)
@@ -220,10 +220,10 @@ def samples_are_weights():
 def gradients_that_are_not_finite():
     value = jnp.array([1.0, jnp.nan if RANK == SIZE - 1 else 1.0])
     for function in (average_gradients, jax.jit(average_gradients)):
-        with pytest.raises(NonFiniteError, match=rf"'a\.b\.1' on rank {SIZE - 1}") as caught, own_errors():
+        with pytest.raises(NonFiniteError, match=rf"'a\.b\.1' on rank {SIZE - 1}") as caught, raise_allred_errors():
             function({"a": {"b": [value[:1], value]}})
         assert len(set(allred.allgather_object(str(caught.value)))) == 1
-        with pytest.raises(NonFiniteError, match="the array"), own_errors():
+        with pytest.raises(NonFiniteError, match="the array"), raise_allred_errors():
             function(value)
     found = average_gradients({"w": value}, nonfinite="ignore")["w"]
     assert np.isnan(found[1])
@@ -241,13 +241,17 @@ def gradients_that_are_not_finite():
         assert after[0].count == 1
 
 
+def raise_mismatch(text):
+    return pytest.raises(MismatchError, match=text)
+
+
 @case
 def mistakes_are_found():
     if SIZE == 1:
         return
-    with pytest.raises(MismatchError, match=r"float32 \(3,\)"), own_errors():
+    with pytest.raises(MismatchError, match=r"float32 \(3,\)"), raise_allred_errors():
         jax.jit(average_gradients)({"w": jnp.ones(2 + RANK)})
-    with pytest.raises(DriftError, match=r"'w'"), own_errors():
+    with pytest.raises(DriftError, match=r"'w'"), raise_allred_errors():
         jax.jit(average_gradients)({"w": jnp.ones(4)}, params={"w": jnp.ones(4) * RANK})
     with pytest.raises(InputError, match="differ in structure"):
         average_gradients({"w": jnp.ones(2)}, params={"v": jnp.ones(2)})
@@ -256,13 +260,13 @@ def mistakes_are_found():
     with pytest.raises(InputError, match="int32"):
         average_gradients({"w": jnp.ones(2, jnp.int32)})
     for samples in (-1, 2.5, jnp.ones(2, int)):
-        with pytest.raises(InputError, match="samples"), own_errors():
+        with pytest.raises(InputError, match="samples"), raise_allred_errors():
             average_gradients({"w": jnp.ones(2)}, samples=samples)
     programs = [jax.jit(lambda w: average_gradients({"w": w})), jax.jit(lambda w: average_gradients({"w": w * 2}))]
     for number, program in enumerate(programs):
         program.__wrapped__.__name__ = f"program_{number}"
     for program in (programs[RANK % 2], programs[(RANK + 1) % 2]):
-        with pytest.raises(MismatchError, match=r"jit_program_(0.*jit_program_1|1.*jit_program_0)"), own_errors():
+        with raise_mismatch(r"jit_program_(0.*jit_program_1|1.*jit_program_0)"), raise_allred_errors():
             program(jnp.ones(3))
     text = io.StringIO()
     with contextlib.redirect_stderr(text), contextlib.redirect_stdout(text):
