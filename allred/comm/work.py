@@ -11,6 +11,7 @@ millisecond without progress: every wait is a loop with a time limit, so Ctrl-C 
 import contextlib
 import itertools
 import os
+import signal
 import sys
 import threading
 import time
@@ -440,8 +441,8 @@ class WorkQueue:
                     long_wait = long_wait or Wait(self.describe(), self.quiet, self.members, earlier=self.earlier)
                     long_wait.report(now - start, peers or getattr(pending, "needs_all_ranks", False))
                     time.sleep(min(_SLEEP_SHARE * (now - last_progress), _LONGEST_SLEEP_S))
-                    if native.xla_interrupted():
-                        raise KeyboardInterrupt
+                    if native.xla_interrupted() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                        raise KeyboardInterrupt  # another handler runs after the wait
                 else:
                     done = pending.spin_wait()
                 if not done:

@@ -138,10 +138,11 @@ def average(averager: GradientAverager, grads: Any, params: Any, samples: Any, o
             raise InputError(f"{name}: parameters and gradients differ in structure: {own} and {structure}")
         operands += [jnp.asarray(value) for value in values]
     if samples is not None:
-        is_large = isinstance(samples, int) and not 0 <= samples < 2**31
-        if is_large or jnp.shape(samples) or not jnp.issubdtype(jnp.result_type(samples), jnp.integer):
+        given = samples if isinstance(samples, jax.Array) else np.asarray(samples)
+        is_integer = given.shape == () and jnp.issubdtype(given.dtype, jnp.integer)
+        if not is_integer or (isinstance(given, np.ndarray) and not 0 <= given < 2**31):
             raise InputError(f"{name}: samples={samples!r} must be an integer from 0 to 2**31 - 1, with shape ()")
-        operands.append(jnp.asarray(samples))
+        operands.append(jnp.asarray(given))
     collective = JaxAveraging(
         name, None, ordered, averager, tuple(names_of(grads)), params is not None, samples is not None, averager.skips
     )

@@ -24,7 +24,7 @@ from allred.errors import InputError
 from allred.jax.averaging import GradientAverager, NoUpdate, average
 from allred.jax.primitive import isolated
 from allred.jax.training_state import TrainingState, with_arrays
-from allred.jax.trees import Arrays, arrays_of
+from allred.jax.trees import Arrays, arrays_of, names_of
 from allred.session import state_pickle
 
 
@@ -136,6 +136,7 @@ class OptaxOptimizer(GradientAverager):
 
     def _take(self, training: TrainingState) -> dict[str, Array]:
         """Return copies of the parameters, and take the state of the optimizer."""
+        names_of(training.opt_state)  # on all ranks, before one of them sends it
         self._optax.state = training.opt_state
         return self._copy(arrays_of(training.params))
 

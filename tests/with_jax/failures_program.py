@@ -8,6 +8,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import optax
 
 import allred
 import allred.jax
@@ -18,7 +19,7 @@ RANK = allred.rank()
 
 @jax.jit
 def program(x):
-    """With enough work that XLA uses its threads, before and beside the operation."""
+    """With enough work, before and beside the operation, that XLA runs the operation in one of its threads."""
     square = jnp.ones((512, 512)) * x[0]
     work = [(square @ (square + k)).sum() for k in range(8)]
     return allred.jax.allreduce(x + 0 * sum(work[:4]), name="loss") * 2 + 0 * sum(work)
@@ -45,6 +46,19 @@ match sys.argv[1]:
         if RANK == 1:
             time.sleep(60)
         program(jnp.ones(3))
+    case "interrupted in a session":
+        with allred.Session(max_steps=5) as session:
+            optimizer = allred.jax.distributed(optax.sgd(0.1))
+            training = allred.jax.TrainingState(params={"w": jnp.ones(3)}, opt_state=optimizer.init({"w": jnp.ones(3)}))
+            session.track(params=training, optimizer=optimizer)
+            while not session.should_stop():
+                if RANK == 0 and session.step == 2:
+                    threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+                if RANK == 1 and session.step == 2:
+                    time.sleep(2)
+                gradient = {"w": program(jnp.ones(3))}
+                training.params, training.opt_state = optimizer.step(training.params, training.opt_state, gradient)
+        print("stopped at step", session.step, flush=True)
     case "interrupted" | "interrupted in a loop" as case:
         if RANK == 1 and case == "interrupted":
             time.sleep(60)

@@ -208,7 +208,7 @@ def samples_are_weights():
     w = jnp.full(3, float(RANK))
     total = sum(rank + 1 for rank in range(SIZE))
     expected = jnp.full(3, sum(rank * (rank + 1) for rank in range(SIZE)) / total)
-    for samples in (RANK + 1, np.int32(RANK + 1), jnp.array(RANK + 1)):
+    for samples in (RANK + 1, np.int64(RANK + 1), np.array(RANK + 1, np.uint8), jnp.array(RANK + 1)):
         close(average_gradients({"w": w}, samples)["w"], expected)
         close(jax.jit(average_gradients)({"w": w}, samples)["w"], expected)
     if SIZE > 1:
@@ -259,7 +259,7 @@ def mistakes_are_found():
         distributed(allred.optim.SGD(0.1))
     with pytest.raises(InputError, match="int32"):
         average_gradients({"w": jnp.ones(2, jnp.int32)})
-    for samples in (-1, 2.5, jnp.ones(2, int)):
+    for samples in (-1, 2.5, jnp.ones(2, int), 2**31, np.int64(2**32 + 1), np.uint64(2**40), np.array(2**40)):
         with pytest.raises(InputError, match="samples"), raise_allred_errors():
             average_gradients({"w": jnp.ones(2)}, samples=samples)
     programs = [jax.jit(lambda w: average_gradients({"w": w})), jax.jit(lambda w: average_gradients({"w": w * 2}))]
