@@ -2,6 +2,7 @@
 --full 1 and 3 ranks, TCP, MPI, and two devices in each process."""
 
 import functools
+import os
 import pathlib
 
 import optimizer_case_runner as cases
@@ -17,7 +18,6 @@ ENV = {
     "PYTHONPATH": str(HERE.parent / "pytorch"),
     "ALLRED_TIMEOUT_S": "60",
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiles faster
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
 }
 JOBS = {
     "2 ranks": (2, {}),
@@ -25,7 +25,7 @@ JOBS = {
     "3 ranks": (3, {}),
     "2 hosts": (2, {"ALLRED_TRANSPORT": "tcp", "ALLRED_PRETEND_NODES": "1,1"}),
     "mpi": (2, {"ALLRED_BACKEND": "mpi"}),
-    "2 devices": (2, {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}),
+    "2 devices": (2, {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"}),
 }
 
 
