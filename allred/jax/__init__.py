@@ -48,6 +48,13 @@ def __getattr__(name: str) -> Any:
     """`distributed` needs optax, the rest does not."""
     if name != "distributed":
         raise AttributeError(f"module 'allred.jax' has no attribute {name!r}")
-    from allred.jax.optax_optimizer import distributed
+    try:
+        from allred.jax.optax_optimizer import distributed
+    except ModuleNotFoundError as error:
+        if error.name != "optax":
+            raise
+        raise ModuleNotFoundError(
+            f"allred.jax.distributed needs optax, and {sys.executable} has none: pip install optax", name="optax"
+        ) from None
 
     return distributed

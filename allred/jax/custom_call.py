@@ -77,7 +77,7 @@ def raise_allred_errors() -> Iterator[None]:
         with allred.jax.raise_allred_errors():
             params, state, loss = train_step(params, state, batch)
 
-    Outside of compiled functions it is not needed. A script that ends with such an error prints that of allred.
+    Outside of compiled functions it is not needed. A script that ends with such an error prints allred's.
     """
     try:
         yield

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import ad
 
 from allred.arrays import Array
 from allred.comm import functions, ops
@@ -18,7 +17,7 @@ from allred.comm.ops import ReduceOp
 from allred.comm.process_set import ProcessSet
 from allred.errors import InputError
 from allred.jax.custom_call import Function
-from allred.jax.primitive import JaxCollective, bind, check_dtype
+from allred.jax.primitive import JaxCollective, bind, check_dtype, is_zero
 from allred.jax.trees import arrays_of
 
 _LINEAR = ReduceOp.AVERAGE, ReduceOp.SUM
@@ -72,9 +71,8 @@ class JaxAllgather(JaxCollective):
     def transpose(self, cotangents: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
         (cotangent,) = cotangents
         rows = cotangent.aval.shape[0] // self.ranks
-        total = bind(JaxReduction(f"{self.name}, gradient", self.process_set, self.ordered, ReduceOp.SUM), [cotangent])[
-            0
-        ]
+        reduction = JaxReduction(f"{self.name}, gradient", self.process_set, self.ordered, ReduceOp.SUM)
+        (total,) = bind(reduction, [cotangent])
         return [jax.lax.slice_in_dim(total, self.rank * rows, (self.rank + 1) * rows)]
 
     def batch(self, operands: Sequence[Any], axes: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
@@ -98,16 +96,12 @@ class JaxBroadcast(JaxCollective):
         return run
 
     def transpose(self, cotangents: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
-        given = [cotangent for cotangent in cotangents if not _is_zero(cotangent)]
+        given = [cotangent for cotangent in cotangents if not is_zero(cotangent)]
         total = JaxReduction(f"{self.name}, gradient", self.process_set, self.ordered, ReduceOp.SUM)
         is_root = functions.current(self.process_set).number == self.root
         sums = iter(bind(total, given) if given else [])
-        found = [cotangent if _is_zero(cotangent) else next(sums) for cotangent in cotangents]
-        return found if is_root else [each if _is_zero(each) else jnp.zeros_like(each) for each in found]
-
-
-def _is_zero(cotangent: Any) -> bool:
-    return type(cotangent) is ad.Zero
+        found = [cotangent if is_zero(cotangent) else next(sums) for cotangent in cotangents]
+        return found if is_root else [each if is_zero(each) else jnp.zeros_like(each) for each in found]
 
 
 def copy(sources: list[Array], targets: list[Array]) -> None:

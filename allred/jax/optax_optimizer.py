@@ -224,7 +224,7 @@ class DistributedTransformation(optax.GradientTransformationExtraArgs):
             params, state = optimizer.step(params, state, grads)
 
         Mode sync: averages the gradients, then makes the update. Mode ps: the parameter servers have the state, and
-        `state` is returned unchanged. Mode local: the update is that of this rank, and a round averages parameters.
+        `state` is returned unchanged. Mode local: each rank makes its own update, and a round averages the parameters.
 
         params, grads: pytrees of arrays of floats, of one structure. Pass the parameters that the last call returned.
         samples: see `allred.jax.average_gradients`. Errors: as of `allred.DistributedOptimizer.step`.

@@ -39,7 +39,7 @@ class JaxCollective(ABC):
     ordered: bool
 
     def results(self, operands: Sequence[Any]) -> list[Any]:
-        """Return the types (`jax.core.ShapedArray`) of the results, from those of the operands."""
+        """Return the types of the results. operands: their types (`jax.core.ShapedArray`)."""
         return list(operands)
 
     @abstractmethod
@@ -48,7 +48,7 @@ class JaxCollective(ABC):
 
     def jvp(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Return results and their tangents. For operations that are linear in each operand."""
-        given = [index for index, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+        given = [index for index, tangent in enumerate(tangents) if not is_zero(tangent)]
         results = bind(self, primals)
         found = bind(self.derived("tangent"), [tangents[index] for index in given]) if given else []
         zeros = [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results]
@@ -58,7 +58,7 @@ class JaxCollective(ABC):
 
     def transpose(self, cotangents: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
         """Return the cotangents of operands, from those of results. For operations that are their own transpose."""
-        given = [index for index, cotangent in enumerate(cotangents) if type(cotangent) is not ad.Zero]
+        given = [index for index, cotangent in enumerate(cotangents) if not is_zero(cotangent)]
         found = bind(self.derived("gradient"), [cotangents[index] for index in given]) if given else []
         results = list(cotangents)
         for index, cotangent in zip(given, found, strict=True):
@@ -92,6 +92,11 @@ def isolated(tree: Any) -> Any:
     batches of other shapes it could round otherwise."""
     leaves, structure = jax.tree_util.tree_flatten(tree)
     return jax.tree_util.tree_unflatten(structure, _identity_p.bind(*leaves) if leaves else [])
+
+
+def is_zero(tangent: Any) -> bool:
+    """Whether JAX knows that a tangent or cotangent is zero, without an array."""
+    return type(tangent) is ad.Zero
 
 
 def check_dtype(value: Any) -> None:
