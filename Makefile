@@ -128,8 +128,8 @@ gpu-environment:
 	$(gpu) $(GPU_PYTHON) -m allred.native
 
 test-gpu: gpu-environment ## on a machine with a GPU: NCCL, kernels, failing ranks; GPU_PYTHON=python3 MPI_WHEEL=mpich.whl
-	set -e; for n in 1 2; do $(gpu) mpirun -np $$n $(GPU_PYTHON) -m pytest -W default tests/gpu $(T); done
-	$(gpu) $(GPU_PYTHON) -m pytest -W default tests/gpu_failures $(T)
+	set -e; for n in 1 2; do $(gpu) mpirun -np $$n $(GPU_PYTHON) -m pytest -W default tests/gpu --full $(T); done
+	$(gpu) $(GPU_PYTHON) -m pytest -W default tests/gpu_failures --full $(T)
 	set -e; for name in digits_nccl mnist_torch; do $(gpu) mpirun -np 2 $(GPU_PYTHON) examples/$$name.py; done
 
 bench-gpu: gpu-environment ## the same machine: allred on device arrays against raw NCCL

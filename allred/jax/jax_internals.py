@@ -1,7 +1,7 @@
 """The parts of JAX beyond its public interface that allred.jax uses: ordered effects, and when programs run.
 
 JAX has no public way to give the operations of a program an order. Its own ordered callbacks use the same effects: a
-program passes a token from one operation to the next one, through control flow and nested functions. JAX 0.6 to 0.10
+program passes a token from one operation to the next one, through control flow and nested functions. JAX 0.6 to 0.11
 were tried.
 """
 

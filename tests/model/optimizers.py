@@ -322,8 +322,8 @@ class Oracle:
         there = [grad for grads, use in zip(local, used, strict=True) if use for grad in grads if grad is not None]
         if policy != "ignore" and not all(np.isfinite(grad).all() for grad in there):
             return self._nonfinite(policy)
-        mean = self._reduce(local, counts if counted else [1] * len(ranks), used)
-        if policy != "ignore" and not self._fits(mean):
+        mean = self._overflow(self._reduce(local, counts if counted else [1] * len(ranks), used))
+        if policy != "ignore" and not all(grad is None or np.isfinite(grad).all() for grad in mean):
             return self._nonfinite(policy)
         mean = [None if grad is None else grad / self.scale for grad in mean]
         if (limit := plan.options.get("clip_norm")) is not None:
@@ -340,11 +340,16 @@ class Oracle:
         self.skipped += 1
         self.scale *= 0.5 if self.plan.scaled else 1
 
-    def _fits(self, mean: list[Any]) -> bool:
-        """Whether the dtypes of the gradients can hold their sums."""
-        dtypes = [gradient_dtype(self.plan, index) for index in range(len(mean))]
-        pairs = zip(mean, dtypes, strict=True)
-        return all(g is None or np.isfinite(array_nests.narrow(g, d)).all() for g, d in pairs)
+    def _overflow(self, mean: list[Any]) -> list[Any]:
+        """Return the gradients with infinity where their dtype cannot hold the value."""
+        held: list[Any] = []
+        for index, grad in enumerate(mean):
+            if grad is None:
+                held.append(None)
+                continue
+            there = array_nests.wide(array_nests.narrow(grad, gradient_dtype(self.plan, index)))
+            held.append(np.where(np.isfinite(there), grad, there))
+        return held
 
     def _refuse(self, by_rank: list[list[list[Any]]], given: list[list[Gradients]], params: list[Any]) -> None:
         """Raise Refused with all problems; ranks may report any of them. params: as for `gradient_values`."""
