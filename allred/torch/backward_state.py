@@ -52,7 +52,7 @@ def decide_overlap(title: str, parameters: Mapping[str, torch.Tensor], size: int
     return overlaps
 
 
-_NUMBERS = 4  # numbers of reductions are exchanged modulo 4
+_NUMBERS = 4  # of a reduction since the last update: 0 for the first one, then 1, 2, 3, 1, 2, 3, ...
 
 
 class ReductionAgreement:
@@ -62,7 +62,7 @@ class ReductionAgreement:
     - A rank that lacks gradients, or adds them in no_sync(), reduces in `step`. What the program does in between, such
       as clipping, it does with averages on the other ranks only. So `step` compares the gradients if the ranks differ.
     - A rank may call backward() outside of no_sync() once more than others. The others then are in
-      their next step, or compare in `step`: an error.
+      their next step, or compare in `step`: an error. In their next step they have number 0, and this rank has not.
 
     in_step: whether this rank reduces in `step`. has_local: whether it has added gradients in no_sync() since the last
     reduction.
@@ -72,19 +72,21 @@ class ReductionAgreement:
         self._title, self.in_step, self.has_local = title, False, False
         self.begin_step()
 
-    def begin_step(self) -> None:
-        """Call after an update, and where an error has ended a step on all ranks."""
-        self._number = 1  # of the next reduction since the last update
+    def begin_step(self, number: int = 0) -> None:
+        """Call after an update, and where an error has ended a step on all ranks; after a broadcast with number 1,
+        because some ranks may make an update before the next reduction."""
+        self._number = number  # of the next reduction
         self.differs = False  # whether the ranks have differed in `in_step` or `has_local`
 
     def flags(self) -> int:
-        return self._number % _NUMBERS + _NUMBERS * self.in_step + 2 * _NUMBERS * self.has_local
+        return self._number + _NUMBERS * self.in_step + 2 * _NUMBERS * self.has_local
 
     def check(self, flags: list[int], ranks: Sequence[int]) -> None:
         """Raises InputError if the ranks reduce gradients of different steps."""
         numbers = [] if len(set(flags)) == 1 else [flag % _NUMBERS for flag in flags]
         if len(set(numbers)) > 1:
-            texts = [f"reduction number {number} (modulo {_NUMBERS}) since the last update" for number in numbers]
+            modulo = f" (modulo {_NUMBERS - 1})"
+            texts = [f"reduction number {n + 1}{modulo * bool(n)} since the last update" for n in numbers]
             raise InputError(
                 f"{self._title}: the ranks reduce gradients of different steps: {by_rank(texts, ranks)}. All ranks "
                 "must make the same number of backward passes outside of no_sync(), and call step() equally often. To "
@@ -92,7 +94,7 @@ class ReductionAgreement:
                 "because some ranks may have made one update more"
             )
         self.differs = self.differs or bool(numbers)  # in `in_step` or `has_local`
-        self._number += 1
+        self._number = self._number % (_NUMBERS - 1) + 1
         self.has_local = False
 
     def compare(self, communicator: Communicator, gradients: Callable[[bool], dict[str, Any]]) -> None:

@@ -592,5 +592,5 @@ class HookedOptimizer(ModuleCheckpoints):
 
     def _begin_with(self, params: Any, root: int, values: bool) -> None:
         self._agreed_layout = None  # a rank that had joined may not have taken part in the agreement
-        self.reduction_agreement.begin_step()
+        self.reduction_agreement.begin_step(number=1)
         super()._begin_with(params, root, values)

@@ -175,9 +175,34 @@ def no_sync_on_one_rank_after_the_reduction():
 
     for _ in range(2):
         message = raised(InputError, two_steps)
-        assert "gradients of different steps: reduction number 2 (modulo 4) since the last update on rank 0" in message
+        assert "gradients of different steps: reduction number 2 (modulo 3) since the last update on rank 0" in message
         opt.allred.broadcast()
         steps(opt, each)
+
+
+@case_with_overlap
+def one_backward_pass_less_on_one_rank():
+    """An error in the next reduction, however many the ranks have made since the last update."""
+    each = parameter()
+    opt = sgd(each)
+
+    def two_steps(passes, broadcasts):
+        for _ in range(passes):
+            backward_of(each, 1.0)
+        if broadcasts:
+            opt.allred.broadcast()
+        if RANK != 0:
+            backward_of(each, 1.0)
+        opt.step()
+        backward_of(each, 1.0)
+        opt.step()
+
+    for passes in range(1, 10):
+        for broadcasts in (False, True):
+            message = raised(InputError, functools.partial(two_steps, passes, broadcasts))
+            assert "gradients of different steps: reduction number 1 since the last update on rank 0" in message
+            opt.allred.broadcast()
+            steps(opt, each)
 
 
 @case_with_overlap
