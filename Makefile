@@ -29,7 +29,7 @@ $(error MPI=$(MPI) is not one of mpich, openmpi)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: test-jax test-jax-oldest help demo demo-torch test test-reconfigure test-model test-unit test-parallel test-integration test-full test-torch test-torch-suite test-slurm test-sge test-kubernetes test-browser test-spark test-install fuzz sanitize cuda test-gpu bench-gpu bench-gpu-host gpu-environment loops bench bench-torch bench-overlap bench-checkpoint lint types settings diagram docs format clean
+.PHONY: test-keras test-jax test-jax-oldest help demo demo-torch test test-reconfigure test-model test-unit test-parallel test-integration test-full test-torch test-torch-suite test-slurm test-sge test-kubernetes test-browser test-spark test-install fuzz sanitize cuda test-gpu bench-gpu bench-gpu-host gpu-environment loops bench bench-torch bench-overlap bench-checkpoint lint types settings diagram docs format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -79,6 +79,9 @@ test-torch-suite: $(VENV_mpich)/.torch-suite ## PyTorch's own tests of its backe
 
 test-jax: $(VENV_mpich)/.jax ## what needs JAX (installs it, optax, Flax and Equinox); PART=3/12 for a part of what only --full runs
 	$(VENV_mpich)/bin/python -m pytest -n 2 --dist loadfile tests/with_jax $(if $(PART),-m full $(FULL) || test $$? = 5,$(T))
+
+test-keras: .venv-keras/.test ## what needs TensorFlow or Keras (installs them, torch and JAX); PART=3/12 for a part of what only --full runs
+	.venv-keras/bin/python -m pytest -n 2 --dist loadgroup tests/with_tensorflow $(if $(PART),-m full $(FULL) || test $$? = 5,$(T))
 
 test-jax-oldest: .venv-jax-oldest/.test ## the same with the oldest supported JAX, in a venv of its own
 	.venv-jax-oldest/bin/python -m pytest -n 2 --dist loadfile tests/with_jax $(T)
@@ -225,10 +228,10 @@ format: $(VENV_mpich)/.dev ## let ruff and clang-format rewrite the sources
 	$(VENV_mpich)/bin/clang-format -i csrc/*.[ch] csrc/python/*.[ch] tests/csrc/*.c tests/csrc/*.h
 
 clean: ## remove the environments and what was built
-	rm -rf $(VENV_mpich) $(VENV_openmpi) .venv-reconfigure .venv-jax-oldest build *.egg-info allred/native/*.so .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV_mpich) $(VENV_openmpi) .venv-reconfigure .venv-jax-oldest .venv-keras build *.egg-info allred/native/*.so .pytest_cache .mypy_cache .ruff_cache
 
 # One rule makes all environments. The stamp of each set of extras depends on what the extension is built from.
-.venv/bin/python .venv-openmpi/bin/python .venv-reconfigure/bin/python .venv-jax-oldest/bin/python:
+.venv/bin/python .venv-openmpi/bin/python .venv-reconfigure/bin/python .venv-jax-oldest/bin/python .venv-keras/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "allred needs Python >= 3.11, and $(PYTHON) is `$(PYTHON) --version 2>&1`; try: make PYTHON=python3.12 ..."; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' || \
@@ -274,6 +277,9 @@ requirements = $(@D)/bin/python -c 'import tomllib; extras = tomllib.load(open("
 .venv-jax-oldest/.test: .venv-jax-oldest/bin/python $(SOURCES) $(INTERRUPTED)
 	$(call install,mpich$(comma)test)
 	$(@D)/bin/python -m pip install --quiet jax==0.6.0 jaxlib==0.6.0 optax flax equinox
+.venv-keras/.test: .venv-keras/bin/python $(SOURCES) $(INTERRUPTED)
+	$(call install,mpich$(comma)test)
+	$(@D)/bin/python -m pip install --quiet tensorflow-cpu==2.21.0 keras==3.15.1 tf_keras==2.21.0 torch==2.13.0 jax==0.10.2 optax
 .venv/.torch-suite: .venv/.torch
 	$(call requirements,torch-suite)
 .venv/.spark .venv/.dev .venv/.docs .venv/.browser: .venv/.test

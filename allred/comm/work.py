@@ -41,7 +41,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _NOT_THE_PROGRAM = frozenset(
-    ["_allred_torch", "allred", "contextlib", "equinox", "flax", "jax", "optax", "scipy", "torch", "typing_extensions"]
+    {
+        *("_allred_torch", "allred", "contextlib", "equinox", "flax", "jax", "keras", "optax", "scipy", "tensorflow"),
+        *("tf_keras", "torch", "typing_extensions"),
+    }
 )
 _SPINS = 50  # tests in a row before the core is yielded; about 20 us
 SPIN_WAIT_S = 0.001
@@ -441,7 +444,7 @@ class WorkQueue:
                     long_wait = long_wait or Wait(self.describe(), self.quiet, self.members, earlier=self.earlier)
                     long_wait.report(now - start, peers or getattr(pending, "needs_all_ranks", False))
                     time.sleep(min(_SLEEP_SHARE * (now - last_progress), _LONGEST_SLEEP_S))
-                    if native.xla_interrupted() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                    if native.interrupted() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
                         raise KeyboardInterrupt  # another handler runs after the wait
                 else:
                     done = pending.spin_wait()

@@ -1,10 +1,11 @@
 """The functions of horovod.common.util, and the exception of horovod.common.exceptions, that programs use."""
 
+import importlib.util
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from allred import torch as hvd
+from allred.horovod import basics as hvd
 
 
 class HorovodVersionMismatchError(ImportError):
@@ -30,19 +31,21 @@ mpi_built, gloo_built, nccl_built, ddl_built, ccl_built = map(
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
     """Raise ImportError if there is no part of Horovod for a framework, such as "horovod.torch"."""
     if not extension_available(ext_name.rpartition(".")[2]):
-        raise ImportError(f"{ext_name} is not available: allred supports PyTorch only, as horovod.torch")
+        raise ImportError(f"{ext_name} is not available: allred has horovod.torch and horovod.tensorflow")
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Return whether there is the part of Horovod for a framework: "torch"."""
-    return ext_base_name == "torch"
+    """Return whether there is the part of Horovod for a framework that is installed: "torch", "tensorflow"."""
+    return ext_base_name in ("torch", "tensorflow") and importlib.util.find_spec(ext_base_name) is not None
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Return whether the framework has a GPU."""
+    """Return whether the framework has a GPU on which allred works: CUDA with PyTorch."""
+    if ext_base_name != "torch" or not extension_available("torch"):
+        return False
     import torch
 
-    return extension_available(ext_base_name) and bool(torch.cuda.is_available())
+    return bool(torch.cuda.is_available())
 
 
 def split_list(l: Sequence[Any], n: int) -> list[Sequence[Any]]:  # noqa: E741  (Horovod's name)

@@ -61,6 +61,7 @@ def python_path(environ: Mapping[str, str]) -> str:
 # The modules of the package.
 
 _TORCH, _ELASTIC, _COMMON = "allred.torch", "allred.torch.elastic", "allred.compat.horovod_common"
+_TF, _CORE = "allred.tensorflow", "allred.horovod"
 _STATES = "StateHandler ModelStateHandler OptimizerStateHandler SamplerStateHandler TorchState"
 _STATES += " get_handler_registry set_handler_registry"
 _UTIL = (
@@ -68,6 +69,7 @@ _UTIL = (
 )
 _OBJECTS = "allgather_object broadcast_object broadcast_optimizer_state broadcast_parameters"
 _COMPRESSION = "Compression Compressor FP16Compressor NoneCompressor"
+_TF_FUNCTIONS = "allgather_object broadcast_object broadcast_object_fn broadcast_variables"
 _SETS = "ProcessSet add_process_set global_process_set remove_process_set"
 
 # By module: its names, by the module of allred that has them; "*": all public names. A module that has others below it
@@ -82,19 +84,34 @@ _MODULES: dict[str, dict[str, str]] = {
     "horovod.torch.elastic": {_ELASTIC: "*"},
     "horovod.torch.elastic.sampler": {_ELASTIC: "ElasticSampler"},
     "horovod.torch.elastic.state": {f"{_ELASTIC}.elastic_states": _STATES},
+    "horovod.tensorflow": {_TF: "*"},
+    "horovod.tensorflow.compression": {_TF: "Compression"},
+    "horovod.tensorflow.functions": {_TF: _TF_FUNCTIONS},
+    "horovod.tensorflow.mpi_ops": {_TF: "*"},
+    "horovod.tensorflow.sync_batch_norm": {_TF: "SyncBatchNormalization"},
+    "horovod.tensorflow.keras": {"allred.compat.horovod_keras": "*"},
+    "horovod.tensorflow.keras.callbacks": {"allred.compat.horovod_tf_keras_callbacks": "*"},
+    "horovod.keras": {"allred.compat.horovod_keras": "*"},
+    "horovod.keras.callbacks": {"allred.compat.horovod_keras_callbacks": "*"},
     "horovod.common": {},
     "horovod.common.elastic": {_ELASTIC: "ObjectState State"},
     "horovod.common.exceptions": {
-        f"{_TORCH}.horovod.horovod_errors": "HorovodInternalError HostsUpdatedInterrupt",
+        f"{_CORE}.horovod_errors": "HorovodInternalError HostsUpdatedInterrupt",
         _COMMON: "HorovodVersionMismatchError",
     },
-    "horovod.common.process_sets": {_TORCH: _SETS},
+    "horovod.common.process_sets": {f"{_CORE}.process_sets": _SETS},
     "horovod.common.util": {_COMMON: _UTIL},
     "horovod.runner": {"allred.compat.horovodrun.function": "run"},
     "horovod.runner.launch": {"allred.compat.horovodrun.command": "run_commandline"},
 }
-_IMPORTED_BY_TORCH = ("compression", "functions", "mpi_ops", "optimizer", "sync_batch_norm")
-_MISSING = {f"horovod.{name}" for name in ("tensorflow", "keras", "mxnet", "spark", "ray")}
+_IMPORTED_BY = {  # a module: what it imports below itself
+    "horovod.torch": ("compression", "functions", "mpi_ops", "optimizer", "sync_batch_norm"),
+    "horovod.tensorflow": ("compression", "functions", "mpi_ops", "sync_batch_norm"),
+    "horovod.tensorflow.keras": ("callbacks",),
+    "horovod.keras": ("callbacks",),
+}
+_MISSING = {f"horovod.{name}" for name in ("mxnet", "spark", "ray")}
+_MISSING |= {f"horovod.{name}.elastic" for name in ("tensorflow", "keras", "tensorflow.keras")}
 
 
 class _HorovodModules(MetaPathFinder, Loader):
@@ -108,16 +125,15 @@ class _HorovodModules(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
         if name in _MISSING:
-            text = f"allred has no {name}: it has horovod.torch, horovod.run and horovodrun; PyTorch only"
+            text = f"allred has no {name}: it has horovod.torch, horovod.tensorflow, horovod.keras and horovod.run"
             raise ImportError(text, name=name)
         module.__doc__ = f"The names of {name}, from allred."
         for source, names in _MODULES[name].items():
             found = importlib.import_module(source)
             words = found.__all__ if names == "*" else names.split()
             vars(module).update({word: getattr(found, word) for word in words})
-        if name == "horovod.torch":
-            for other in _IMPORTED_BY_TORCH:
-                importlib.import_module(f"{name}.{other}")
+        for other in _IMPORTED_BY.get(name, ()):
+            importlib.import_module(f"{name}.{other}")
 
 
 _FINDER = _HorovodModules()

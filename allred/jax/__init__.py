@@ -27,9 +27,9 @@ custom_call.install()
 from typing import Any  # noqa: E402
 
 from allred.jax.averaging import average_gradients  # noqa: E402
-from allred.jax.custom_call import raise_allred_errors  # noqa: E402
 from allred.jax.jax_collectives import allgather, allreduce, broadcast, broadcast_params, grouped_allreduce  # noqa: E402
 from allred.jax.training_state import TrainingState  # noqa: E402
+from allred.watch.framework_errors import raise_allred_errors  # noqa: E402
 
 __all__ = [
     "TrainingState",

@@ -21,62 +21,7 @@ from allred.jax.custom_call import Function
 from allred.jax.jax_collectives import copy
 from allred.jax.primitive import JaxCollective, bind, check_dtype
 from allred.jax.trees import names_of
-from allred.modes.optimizer import DistributedOptimizer
-from allred.modes.sync import SyncMode
-
-
-class NoUpdate:
-    """An optimizer that leaves the parameters as they are. mean: the averaged gradients of the last step; {} if it was
-    skipped."""
-
-    mean: dict[str, Array]
-
-    def step(self, params: dict[str, Array], mean: dict[str, Array]) -> None:
-        self.mean = mean
-
-
-class GradientAverager(DistributedOptimizer):
-    """A distributed optimizer that averages gradients, and leaves the update to JAX."""
-
-    def __init__(self, update: NoUpdate, **options: Any) -> None:
-        super().__init__(update, **options)
-        self._update = update
-        self._zeros: dict[str, Array] = {}  # in place of parameters that are not known
-
-    @property
-    def skips(self) -> bool:
-        """Whether a step with gradients that are not finite is skipped."""
-        return (self._options.nonfinite or world.config().nonfinite) == "skip"
-
-    def average(
-        self, title: str, grads: dict[str, Array], params: dict[str, Array] | None, samples: int | None
-    ) -> bool:
-        """Replace gradients by their mean over the ranks. Return False if the step is skipped. Collective. title: must
-        be the same on all ranks."""
-        self._sync_mode().title_of_call = title if params is None else f"{title}, with parameters"
-        if params is None:
-            known = {name: (zeros.shape, zeros.dtype) for name, zeros in self._zeros.items()}
-            if known != {name: (grad.shape, grad.dtype) for name, grad in grads.items()}:
-                self._zeros = {name: np.zeros(grad.shape, grad.dtype) for name, grad in grads.items()}
-            params = self._zeros
-        self._update.mean = {}
-        self.step(params, grads, samples)
-        mean, self._update.mean = self._update.mean, {}
-        for name, value in mean.items():
-            if value is not grads[name]:
-                grads[name][...] = value
-        return bool(mean)
-
-    def _sync_mode(self) -> SyncMode:
-        mode = self._get_mode()
-        assert isinstance(mode, SyncMode)
-        return mode
-
-    def refusal(self) -> str:
-        return ", ".join(["JAX", *filter(None, [super().refusal()])])
-
-    def replicated(self, trained: dict[str, Any]) -> Any:
-        raise InputError("the parameters are arrays of JAX, which cannot be changed in place")
+from allred.modes.gradient_averager import GradientAverager, NoUpdate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +103,7 @@ def _averager(names: tuple[str, ...], **options: Any) -> GradientAverager:
     known = _AVERAGERS.of(world.current())
     key = names, *options.values()
     if key not in known:
-        known[key] = GradientAverager(NoUpdate(), **options)
+        known[key] = GradientAverager("JAX", NoUpdate(), **options)
     return known[key]
 
 

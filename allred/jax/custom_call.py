@@ -6,9 +6,8 @@ calls `_run` here with the number of the call and the memory of its arguments an
 XLA reports an exception of a call as an error of its own with the same text. `original` returns the exception itself.
 """
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -67,24 +66,6 @@ def original(error: BaseException) -> BaseException:
     if text.removeprefix(_PREFIX).strip() != str(last).strip():
         return error
     return last.with_traceback(error.__traceback__)  # of the program, not of the handler
-
-
-@contextlib.contextmanager
-def raise_allred_errors() -> Iterator[None]:
-    """Inside this block a function that JAX compiles raises errors of allred, such as `allred.MismatchError`. Without
-    it JAX raises JaxRuntimeError or ValueError with the same text. Ctrl-C in a wait is KeyboardInterrupt.
-
-        with allred.jax.raise_allred_errors():
-            params, state, loss = train_step(params, state, batch)
-
-    Outside of compiled functions it is not needed. A script that ends with such an error prints allred's.
-    """
-    try:
-        yield
-    except _ERRORS_OF_XLA as error:
-        if (own := original(error)) is error:
-            raise
-        raise own from None
 
 
 def install() -> None:

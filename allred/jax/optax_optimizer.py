@@ -21,10 +21,11 @@ from allred.comm import functions
 from allred.comm.ops import Compression, ReduceOp
 from allred.comm.process_set import ProcessSet
 from allred.errors import InputError
-from allred.jax.averaging import GradientAverager, NoUpdate, average
+from allred.jax.averaging import average
 from allred.jax.primitive import isolated
 from allred.jax.training_state import TrainingState, with_arrays
 from allred.jax.trees import Arrays, arrays_of, names_of
+from allred.modes.gradient_averager import GradientAverager, NoUpdate
 from allred.session import state_pickle
 
 
@@ -87,7 +88,7 @@ class OptaxOptimizer(GradientAverager):
         self._copies: dict[str, Array] = {}  # of the parameters
         self._copied: list[Any] = []  # the arrays of JAX that were copied last
         self._training: TrainingState | None = None  # of a session
-        super().__init__(self._optax, **options)
+        super().__init__("JAX", self._optax, **options)
 
     def average(
         self, title: str, grads: dict[str, Array], params: dict[str, Array] | None, samples: int | None

@@ -28,6 +28,7 @@ from allred.errors import InputError
 from allred.jax import custom_call
 from allred.jax.custom_call import Function
 from allred.jax.jax_internals import EFFECTS, ORDERED, TOKEN, device_count, register_lowering
+from allred.watch.framework_errors import raise_allred_errors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +121,7 @@ def _program(collective: JaxCollective) -> Any:
 def _run(*operands: Any, collective: JaxCollective, in_place: bool) -> list[Any]:
     results = collective.run_directly(operands)
     if results is None:
-        with custom_call.raise_allred_errors(), jax.disable_jit(False):
+        with raise_allred_errors(), jax.disable_jit(False):
             results = _program(collective)(*operands)
     return results
 

@@ -231,5 +231,15 @@ class SampleCount:
         return claimed[0]
 
 
+class UnknownSamples(SampleCount):
+    """The number of samples of steps that are not known by the batches of allred.data."""
+
+    def of_reduce(self, samples: Any) -> int | None:
+        return _whole(samples)
+
+    def of_step(self, samples: Any) -> int | None:
+        return _whole(samples)
+
+
 def _whole(samples: Any) -> int | None:
     return None if samples is None else integer("samples", samples, 0)

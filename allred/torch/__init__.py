@@ -22,26 +22,7 @@ except ModuleNotFoundError as error:
     ) from None
 
 import _allred_torch
-from allred.torch import elastic
-from allred.torch.compression_hooks import int4_hook as int4_hook  # not in __all__, which has Horovod's names
-from allred.torch.compression_hooks import int8_hook as int8_hook
-from allred.torch.horovod.allreduce import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-)
-from allred.torch.horovod.basics import (
+from allred.horovod.basics import (
     ccl_built,
     cross_rank,
     cross_size,
@@ -63,6 +44,24 @@ from allred.torch.horovod.basics import (
     shutdown,
     size,
 )
+from allred.horovod.handles import poll, synchronize
+from allred.horovod.horovod_errors import HorovodInternalError
+from allred.horovod.operators import Adasum, Average, Max, Min, Product, Sum
+from allred.horovod.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from allred.horovod.rank_timeline import start_timeline, stop_timeline
+from allred.torch import elastic
+from allred.torch.compression_hooks import int4_hook as int4_hook  # not in __all__, which has Horovod's names
+from allred.torch.compression_hooks import int8_hook as int8_hook
+from allred.torch.horovod.allreduce import (
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+)
 from allred.torch.horovod.collectives import (
     allgather,
     allgather_async,
@@ -82,12 +81,8 @@ from allred.torch.horovod.collectives import (
     reducescatter_async,
     sparse_allreduce_async,
 )
-from allred.torch.horovod.handles import poll, synchronize
-from allred.torch.horovod.horovod_errors import HorovodInternalError
 from allred.torch.horovod.horovod_optimizer import DistributedOptimizer
 from allred.torch.horovod.operations import Compression
-from allred.torch.horovod.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from allred.torch.horovod.rank_timeline import start_timeline, stop_timeline
 from allred.torch.horovod.state_broadcast import (
     allgather_object,
     broadcast_object,

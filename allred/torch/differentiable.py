@@ -7,9 +7,9 @@ import torch
 from allred.comm.ops import ReduceOp
 from allred.comm.process_set import ProcessSet
 from allred.errors import InputError
+from allred.horovod.process_sets import global_process_set
 from allred.torch.horovod.allreduce import AllreduceCall, ScaledReduction, has_fractions
 from allred.torch.horovod.operations import Compression, Tensors
-from allred.torch.horovod.process_sets import global_process_set
 
 
 @dataclasses.dataclass

@@ -35,6 +35,7 @@ _STATUS: dict[Any, int] = {KeyboardInterrupt: 130}  # by exception; 1 for any ot
 _Hook = Callable[[type[BaseException], BaseException, types.TracebackType | None], Any]
 
 originals: list[Callable[[BaseException], BaseException]] = []  # return the exception that another one reports
+
 _end_soon: Callable[[int], None] | None = None
 _pid = 0
 _hook: _Hook | None = None  # the one that was installed last

@@ -43,8 +43,11 @@ PyObject *allred_python_match(PyObject *module, PyObject *const *args, Py_ssize_
 PyObject *allred_python_disjoint(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *allred_python_hash_window(PyObject *module, PyObject *const *args, Py_ssize_t count);
 
+/* interrupt.c */
+PyObject *allred_python_call_interruptibly(PyObject *module, PyObject *arguments);
+PyObject *allred_python_interrupted(PyObject *module, PyObject *unused);
+
 /* xla_call.c */
-PyObject *allred_python_xla_interrupted(PyObject *module, PyObject *unused);
 PyObject *allred_python_xla_last_error(PyObject *module, PyObject *unused);
 PyObject *allred_python_xla_handlers(PyObject *module, PyObject *callable);
 

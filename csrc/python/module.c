@@ -5,6 +5,7 @@
 #include "binding.h"
 #include "crc.h"
 #include "exit.h"
+#include "interrupt.h"
 #include "mpi_call.h"
 #include "reduce.h"
 #include "scan.h"
@@ -341,12 +342,15 @@ static PyMethodDef methods[] = {
     METHOD("arm_exit", arm_exit, METH_VARARGS, "Set what this process does at exit; False if libc cannot. See exit.h."),
     METHOD("report_mpi_call", report_mpi_call, METH_VARARGS,
            "Write the MPI function of a thread on a signal; see mpi_call.h."),
-    METHOD("xla_interrupted", allred_python_xla_interrupted, METH_NOARGS, "Whether Ctrl-C shall end a wait here."),
+    METHOD("call_interruptibly", allred_python_call_interruptibly, METH_VARARGS,
+           "Call a function with arguments so that waits in it end on Ctrl-C; see interrupt.c."),
+    METHOD("interrupted", allred_python_interrupted, METH_NOARGS, "Whether Ctrl-C shall end a wait here."),
     METHOD("xla_last_error", allred_python_xla_last_error, METH_NOARGS, "The exception that a call has raised last."),
     METHOD("xla_handlers", allred_python_xla_handlers, METH_O, "Return the handlers of custom calls; see xla_call.c."),
     {NULL, NULL, 0, NULL}};
 
 static int add_types(PyObject *module) {
+  allred_note_main_thread();
   PyType_Spec *specs[] = {&allred_operation_spec, &allred_segment_spec, &allred_mailbox_spec};
   for (size_t i = 0; i < sizeof specs / sizeof *specs; i++) {
     PyTypeObject *type = (PyTypeObject *)PyType_FromSpec(specs[i]);

@@ -9,9 +9,9 @@
  * The structs are the part of XLA's C interface (version 0 of "XLA FFI") that is used here. Each begins with its size,
  * because a later version may have more fields.
  */
-#include <signal.h>
 #include <string.h>
 
+#include "interrupt.h"
 #include "reduce.h"
 #include "segment_object.h"
 
@@ -218,43 +218,14 @@ static PyObject *reduce(const xla_call *call, PyObject *repeat) {
   return done;
 }
 
-/* Ctrl-C in a thread of XLA. Python runs the handler of SIGINT in the main thread, which waits for the end of the
- * program without running Python code. So while `run` runs in another thread, the signal also sets a flag, which waits
- * read. */
-static volatile sig_atomic_t interrupted;
-static unsigned long main_thread;
-static struct sigaction previous;
-
-static void on_interrupt(int number, siginfo_t *info, void *context) {
-  interrupted = 1;
-  if (previous.sa_flags & SA_SIGINFO)
-    previous.sa_sigaction(number, info, context);
-  else
-    previous.sa_handler(number);
-}
-
 PyObject *allred_python_xla_last_error(PyObject *module, PyObject *unused) {
   return Py_NewRef(last_error ? last_error : Py_None);
 }
 
-PyObject *allred_python_xla_interrupted(PyObject *module, PyObject *unused) { return PyBool_FromLong(interrupted); }
-
-/* Whether the flag is set from now on: Python handles the signal, and this is not the main thread. */
-static int watch_interrupts(void) {
-  struct sigaction own = {.sa_sigaction = on_interrupt};
-  interrupted = 0;
-  if (PyThread_get_thread_ident() == main_thread || sigaction(SIGINT, NULL, &previous) < 0) return 0;
-  if (!(previous.sa_flags & SA_SIGINFO) && (previous.sa_handler == SIG_DFL || previous.sa_handler == SIG_IGN)) return 0;
-  own.sa_flags = previous.sa_flags | SA_SIGINFO;
-  own.sa_mask = previous.sa_mask;
-  return sigaction(SIGINT, &own, NULL) == 0;
-}
-
 static PyObject *call_python(int64_t number, PyObject *arguments, PyObject *results, PyObject *begun) {
-  const int watches = watch_interrupts();
-  PyObject *done = PyObject_CallFunction(python_run, "LOOO", (long long)number, arguments, results, begun);
-  if (watches) sigaction(SIGINT, &previous, NULL);
-  interrupted = 0;
+  PyObject *given = Py_BuildValue("LOOO", (long long)number, arguments, results, begun);
+  PyObject *done = given ? allred_call_interruptibly(python_run, given) : NULL;
+  Py_XDECREF(given);
   return done;
 }
 
@@ -340,7 +311,6 @@ static void *handle(xla_call *call) {
 PyObject *allred_python_xla_handlers(PyObject *module, PyObject *callable) {
   static const char name[] = "xla._CUSTOM_CALL_TARGET";
   PyObject *before = python_run;
-  main_thread = PyThread_get_thread_ident();
   python_run = Py_NewRef(callable);
   Py_XDECREF(before);
   return Py_BuildValue("NN", PyCapsule_New((void *)handle, name, NULL),

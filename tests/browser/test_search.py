@@ -84,6 +84,7 @@ QUERIES = [
     ("spark", "spark"),
     ("jax", "jax"),
     ("optax", "jax"),
+    ("keras", "keras"),
     ("dask", "comparison"),
     ("ray", "comparison"),
     # Names

@@ -17,9 +17,9 @@ import allred.torch as hvd  # noqa: E402
 from allred import numbering, testing, world  # noqa: E402
 from allred.cluster import topology  # noqa: E402
 from allred.errors import CheckpointError, InputError  # noqa: E402
+from allred.horovod.horovod_errors import HostsUpdatedInterrupt  # noqa: E402
 from allred.torch.elastic import restartable_job  # noqa: E402
 from allred.torch.elastic.restartable_job import Commit  # noqa: E402
-from allred.torch.horovod.horovod_errors import HostsUpdatedInterrupt  # noqa: E402
 from allred.world import World  # noqa: E402
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -6,7 +6,7 @@ pytest.importorskip("torch")
 
 from allred.config import explicit_settings
 from allred.errors import ConfigError
-from allred.torch.horovod import variables
+from allred.horovod import variables
 
 NEVER_S = 1_000_000
 

@@ -51,9 +51,12 @@ def class_of(value):
     return type(value) if type(value).__name__.startswith("_") else None
 
 
+WITH_OTHERS = "jax.md", "keras.md", "tensorflow.md"  # tested in tests/with_jax, tests/with_tensorflow
+
+
 def entries():
-    """Return the names with an entry in docs/reference, except allred.jax: there is no JAX here (tests/with_jax)."""
-    pages = sorted(page for page in (PACKAGE.parent / "docs/reference").glob("*.md") if page.name != "jax.md")
+    """Return the names with an entry in docs/reference, except those that need JAX or TensorFlow."""
+    pages = sorted(page for page in (PACKAGE.parent / "docs/reference").glob("*.md") if page.name not in WITH_OTHERS)
     return [name for page in pages for name in re.findall(r"^::: (\S+)$", page.read_text(), flags=re.MULTILINE)]
 
 
@@ -126,8 +129,8 @@ def test_code_in_a_docstring_has_at_most_80_columns_in_the_reference(module, nam
 
 
 def test_every_package_with_public_names_is_checked():
-    """Except packages whose names users do not import, and allred.torch and allred.jax: there is neither here."""
-    inner = {"allred.checkpoint", "allred.jax", "allred.native", "allred.torch"}
+    """Except packages whose names users do not import, and those that need another framework."""
+    inner = {"allred.checkpoint", "allred.jax", "allred.keras", "allred.native", "allred.tensorflow", "allred.torch"}
     found = {f"allred.{file.parent.name}" for file in PACKAGE.glob("*/__init__.py") if "__all__" in file.read_text()}
     assert found - inner == set(MODULES) - {"allred", "allred.compat.tf1"}
 

@@ -127,7 +127,7 @@ def test_options_of_python_are_kept(options, expected, monkeypatch):
 
 
 def test_other_frameworks_are_an_error_that_names_what_there_is(tmp_path):
-    names = ("tensorflow", "keras", "mxnet", "spark", "ray")
+    names = ("mxnet", "spark", "ray")
     code = f"""
 import allred.compat.horovod, importlib
 for name in {names}:
@@ -153,6 +153,8 @@ def test_all_modules_of_the_import_hook(tmp_path):
 import allred.compat.horovod, importlib, inspect, horovod.torch
 from allred.compat.horovod_import import _MODULES
 for name in _MODULES:
+    if "tensorflow" in name or "keras" in name:  # tests/with_tensorflow
+        continue
     module = importlib.import_module(name)
     names = [word for word in vars(module) if word[0] != "_"]
     print(name, module.__doc__ == f"The names of {name}, from allred.", len(names) > 0 or name == "horovod.common")

@@ -26,8 +26,11 @@ PACKAGES = (
         "doctor",
         "bench",
         "testing",
+        "keras",
+        "tensorflow",
         "torch",
         "jax",
+        "horovod",
         "__init__",
         "server",
         "startup",
@@ -272,7 +275,7 @@ def test_no_c_files_include_each_other():
 
 
 def test_importing_starts_neither_mpi_nor_cuda():
-    heavy = ("mpi4py.MPI", "cupy", "torch", "jax", "ml_dtypes", "safetensors")
+    heavy = ("mpi4py.MPI", "cupy", "torch", "jax", "tensorflow", "keras", "ml_dtypes", "safetensors")
     code = f"import sys, allred; print([m for m in {heavy} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == "[]"

@@ -3,7 +3,7 @@
 If Horovod is installed, the command is Horovod's own.
 
 Options of the operations set variables HOROVOD_* for the ranks, as with Horovod. There init() translates these, and
-names those without effect (allred/torch/horovod/variables.py).
+names those without effect (allred/horovod/variables.py).
 """
 
 import argparse

@@ -13,9 +13,9 @@ import torch
 import torch.utils.data
 
 from allred.errors import InputError
+from allred.horovod.basics import rank, size
+from allred.horovod.horovod_errors import HostsUpdatedInterrupt
 from allred.session import state_pickle
-from allred.torch.horovod.basics import rank, size
-from allred.torch.horovod.horovod_errors import HostsUpdatedInterrupt
 from allred.torch.horovod.state_broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from allred.torch.module_checkpoints import UntrainedState
 

@@ -35,10 +35,10 @@ from allred.checkpoint.writing import sync_directory
 from allred.cluster import topology
 from allred.comm import functions
 from allred.errors import AllredError, CheckpointError, MismatchError, RanksChanged
+from allred.horovod import handles
+from allred.horovod.horovod_errors import HorovodInternalError, HostsUpdatedInterrupt
 from allred.session.coordination import StopSignals
 from allred.torch.elastic.elastic_states import State
-from allred.torch.horovod import handles
-from allred.torch.horovod.horovod_errors import HorovodInternalError, HostsUpdatedInterrupt
 from allred.watch import wait
 from allred.watch.runner_link import RESTART
 

@@ -8,7 +8,6 @@ gradients of all ranks (allred/torch/differentiable.py has the convention).
 import dataclasses
 import functools
 import numbers
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,7 +19,9 @@ from allred.comm import ops
 from allred.comm.communicator import Communicator
 from allred.comm.ops import ReduceOp
 from allred.errors import InputError
-from allred.torch.horovod import handles
+from allred.horovod import handles
+from allred.horovod.operators import Average, Sum, operator
+from allred.horovod.process_sets import ProcessSet, global_process_set
 from allred.torch.horovod.operations import (
     CollectiveCall,
     Compression,
@@ -31,10 +32,6 @@ from allred.torch.horovod.operations import (
     public_functions,
     view,
 )
-from allred.torch.horovod.process_sets import ProcessSet, global_process_set
-
-Average, Sum, Min, Max, Product = ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT
-Adasum = "Adasum"
 
 
 class ScaledReduction(NamedTuple):
@@ -119,22 +116,6 @@ def _scale_(tensor: Tensor, factor: float) -> None:
         tensor.mul_(factor)
     else:
         tensor.copy_(tensor.double() * factor)
-
-
-def operator(op: Any, average: bool | None = None) -> ReduceOp:
-    """Return the reduction of the arguments `op` and `average`. Raises InputError if both are given or `op` is not a
-    reduction; NotImplementedError for Adasum."""
-    if average is not None:
-        if op is not None:
-            raise InputError("op and average exclude each other; pass op=hvd.Average or op=hvd.Sum only")
-        warnings.warn("average= is deprecated; pass op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=4)
-    if op is None:
-        return Sum if average is False else Average
-    if op == Adasum:
-        raise NotImplementedError("Adasum is not available; use op=hvd.Average")
-    if not isinstance(op, ReduceOp):
-        raise InputError(f"op={op!r} is not a reduction; use hvd.Average, hvd.Sum, hvd.Min, hvd.Max or hvd.Product")
-    return op
 
 
 @dataclasses.dataclass

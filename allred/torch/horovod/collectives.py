@@ -17,9 +17,11 @@ from torch import Tensor
 from allred.comm import functions
 from allred.comm.communicator import Communicator
 from allred.errors import InputError
-from allred.torch.horovod import handles
-from allred.torch.horovod.allreduce import MEAN, Average, ScaledReduction, Sum, allreduce, grouped_allreduce, operator
-from allred.torch.horovod.horovod_errors import as_horovod_error
+from allred.horovod import handles
+from allred.horovod.horovod_errors import as_horovod_error
+from allred.horovod.operators import Average, Sum, operator
+from allred.horovod.process_sets import ProcessSet, communicator_of, global_process_set, rank_set
+from allred.torch.horovod.allreduce import MEAN, ScaledReduction, allreduce, grouped_allreduce
 from allred.torch.horovod.operations import (
     CollectiveCall,
     Differentiable,
@@ -32,7 +34,6 @@ from allred.torch.horovod.operations import (
     rows_of,
     view,
 )
-from allred.torch.horovod.process_sets import ProcessSet, communicator_of, global_process_set, rank_set
 from allred.torch.tensors import as_raw_array
 
 # allgather

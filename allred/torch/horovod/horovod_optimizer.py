@@ -22,15 +22,15 @@ from allred.comm.ops import ReduceOp
 from allred.comm.work import Work
 from allred.errors import InputError
 from allred.fusion import Plan
+from allred.horovod.basics import check_mode_sync, size
+from allred.horovod.horovod_errors import as_horovod_error
+from allred.horovod.operators import Average, Sum, operator
+from allred.horovod.process_sets import ProcessSet, check_initialized, global_process_set, rank_set
 from allred.modes.options import StepOptions
 from allred.modes.reducer import Reducer, tensor_of
 from allred.torch.backward_state import NextStep
 from allred.torch.hooked_optimizer import HookedOptimizer
-from allred.torch.horovod.allreduce import Average, Sum, operator
-from allred.torch.horovod.basics import check_mode_sync, size
-from allred.torch.horovod.horovod_errors import as_horovod_error
 from allred.torch.horovod.operations import Compression, check_compression, view
-from allred.torch.horovod.process_sets import ProcessSet, check_initialized, global_process_set, rank_set
 from allred.torch.replaced_methods import NO_COPY
 from allred.torch.tensors import as_tensor, copy_like
 

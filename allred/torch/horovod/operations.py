@@ -18,9 +18,9 @@ from allred.comm.header import quoted
 from allred.comm.process_set import ProcessSet as RankSet
 from allred.comm.work import Work
 from allred.errors import InputError
-from allred.torch.horovod import handles
-from allred.torch.horovod.horovod_errors import as_horovod_error
-from allred.torch.horovod.process_sets import ProcessSet, communicator_of
+from allred.horovod import handles
+from allred.horovod.horovod_errors import as_horovod_error
+from allred.horovod.process_sets import ProcessSet, communicator_of
 from allred.torch.tensors import as_array, as_raw_array, as_tensor, check_host
 
 # Compression before a collective. Programs may pass a class of their own with the two static methods.

@@ -8,12 +8,13 @@ import torch
 
 from allred.comm.communicator import Communicator
 from allred.errors import InputError
+from allred.horovod import handles
+from allred.horovod.horovod_errors import HorovodInternalError
+from allred.horovod.object_pickle import dumps
+from allred.horovod.process_sets import ProcessSet, communicator_of, global_process_set
 from allred.torch.hooked_optimizer import HookedOptimizer
-from allred.torch.horovod import handles
 from allred.torch.horovod.collectives import broadcast_async_
-from allred.torch.horovod.horovod_errors import HorovodInternalError
 from allred.torch.horovod.operations import CollectiveCall
-from allred.torch.horovod.process_sets import ProcessSet, communicator_of, global_process_set
 from allred.torch.optimizer_state import load_in_place
 
 _TENSOR = "allred: a tensor, which is sent apart"
@@ -120,7 +121,7 @@ def broadcast_object(
     )
 
     def begin(communicator: Communicator) -> Any:
-        data = _dumps(obj) if is_root else b""
+        data = dumps(obj) if is_root else b""
         return [communicator.broadcast_object(data, root_rank, call.label)], lambda results, _: results[0]
 
     (received,) = call.results(call.start(begin))
@@ -135,19 +136,7 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     call = CollectiveCall("allgather_object", name, global_process_set)
 
     def begin(communicator: Communicator) -> Any:
-        return [communicator.allgather_object(_dumps(obj), call.label)], lambda results, _: results[0]
+        return [communicator.allgather_object(dumps(obj), call.label)], lambda results, _: results[0]
 
     (gathered,) = call.results(call.start(begin))
     return [pickle.loads(data) for data in gathered]
-
-
-def _dumps(value: Any) -> bytes:
-    try:
-        import cloudpickle as pickler
-    except ModuleNotFoundError:
-        pickler = pickle
-    try:
-        data: bytes = pickler.dumps(value)
-    except Exception as error:  # of any class: objects say how they are pickled
-        raise InputError(f"{type(value).__name__} cannot be pickled ({type(error).__name__}: {error})") from error
-    return data

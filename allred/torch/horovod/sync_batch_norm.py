@@ -6,8 +6,9 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from allred.errors import InputError
-from allred.torch.horovod.allreduce import Sum, allreduce
-from allred.torch.horovod.basics import size
+from allred.horovod.basics import size
+from allred.horovod.operators import Sum
+from allred.torch.horovod.allreduce import allreduce
 
 
 class SyncBatchNorm(_BatchNorm):

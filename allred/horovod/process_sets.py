@@ -10,8 +10,8 @@ from allred.comm import functions
 from allred.comm.communicator import Communicator
 from allred.comm.process_set import ProcessSet as RankSet
 from allred.errors import InputError, MismatchError
-from allred.torch.horovod import handles
-from allred.torch.horovod.horovod_errors import HorovodNotInitializedError, as_horovod_error
+from allred.horovod import handles
+from allred.horovod.horovod_errors import HorovodNotInitializedError, as_horovod_error
 from allred.watch import exit_callbacks
 
 
@@ -142,6 +142,14 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     removed = _registered.pop(process_set.process_set_id, None) is process_set
     process_set.process_set_id = None
     return removed
+
+
+def process_set_of(process_set_id: int) -> ProcessSet:
+    """Return the registered set with this id. Raises ValueError if there is none."""
+    found = global_process_set if process_set_id == 0 else _registered.get(process_set_id)
+    if found is None:
+        raise InputError(f"process_set_id={process_set_id}: there is no process set with this id")
+    return found
 
 
 def rank_set(process_set: ProcessSet | RankSet) -> RankSet | None:

@@ -9,8 +9,8 @@ from allred import log, startup, world
 from allred.cluster import mpi, topology
 from allred.comm.process_set import PROCESS_SETS
 from allred.errors import InputError
-from allred.torch.horovod import rank_timeline, variables
-from allred.torch.horovod.process_sets import ProcessSet, check_initialized, register
+from allred.horovod import rank_timeline, variables
+from allred.horovod.process_sets import ProcessSet, check_initialized, register
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:

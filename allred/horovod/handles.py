@@ -8,7 +8,7 @@ from typing import Any
 from allred.comm.communicator import Communicator
 from allred.comm.work import Work
 from allred.errors import InputError
-from allred.torch.horovod.horovod_errors import as_horovod_error
+from allred.horovod.horovod_errors import as_horovod_error
 
 JOINED = "a rank has called hvd.join(); until all have, only allreduce and barrier are available"
 

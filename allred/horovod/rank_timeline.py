@@ -15,12 +15,12 @@ from allred.cluster import topology
 from allred.comm import functions
 from allred.comm.process_set import communicators
 from allred.errors import InputError
+from allred.horovod.process_sets import check_initialized
 from allred.runtime import process_end
 from allred.timeline import recorder
 from allred.timeline.command import trace_events
 from allred.timeline.rank_file import read_timeline
 from allred.timeline.recorder import Recorder, Track
-from allred.torch.horovod.process_sets import check_initialized
 
 _output: pathlib.Path | None = None  # of the timeline that is being recorded
 
