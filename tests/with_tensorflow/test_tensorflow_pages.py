@@ -25,12 +25,13 @@ def test_programs(index, tmp_path):
     assert result.out.splitlines()[-1] == "found [1. 2. 3. 4.]"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("ranks", "backend"),
     [
         (2, "torch"),
-        pytest.param(1, "jax", marks=pytest.mark.full),
-        pytest.param(3, "tensorflow", marks=pytest.mark.full),
+        (1, "jax"),
+        (3, "tensorflow"),
     ],
 )
 def test_the_example(ranks, backend):
