@@ -81,7 +81,7 @@ test-jax: $(VENV_mpich)/.jax ## what needs JAX (installs it, optax, Flax and Equ
 	$(VENV_mpich)/bin/python -m pytest -n 2 --dist loadfile tests/with_jax $(if $(PART),-m full $(FULL) || test $$? = 5,$(T))
 
 test-keras: .venv-keras/.test ## what needs TensorFlow or Keras (installs them, torch and JAX); PART=3/12 for a part of what only --full runs
-	.venv-keras/bin/python -m pytest -n 2 --dist loadgroup tests/with_tensorflow $(if $(PART),-m full $(FULL) || test $$? = 5,$(T))
+	.venv-keras/bin/python -m pytest tests/with_tensorflow $(if $(PART),-m full $(FULL) || test $$? = 5,$(T))
 
 test-jax-oldest: .venv-jax-oldest/.test ## the same with the oldest supported JAX, in a venv of its own
 	.venv-jax-oldest/bin/python -m pytest -n 2 --dist loadfile tests/with_jax $(T)

@@ -158,12 +158,12 @@ def rank_set(process_set: ProcessSet | RankSet) -> RankSet | None:
         return None
     if isinstance(process_set, RankSet):
         return process_set
-    if not isinstance(process_set, ProcessSet) or process_set.process_set_id is None or process_set.ranks is None:
+    if not isinstance(process_set, ProcessSet) or _registered.get(process_set.process_set_id or 0) is not process_set:
         raise InputError(
             f"process_set={process_set}: expected a registered hvd.ProcessSet; pass it to hvd.init(process_sets=[...]) "
             "or to hvd.add_process_set() before"
         )
-    return RankSet(process_set.ranks)
+    return RankSet(process_set.ranks or [])
 
 
 def communicator_of(process_set: ProcessSet | RankSet) -> Communicator:

@@ -59,7 +59,7 @@ def horovod_keras_optimizer(
     check(optimizer)
     reduction = TensorReduction(
         name or f"Distributed{type(optimizer).__name__}", compression, sparse_as_dense, op, gradient_predivide_factor,
-        process_set, scale_local_gradients, compares_first=hasattr(optimizer, "apply"),
+        process_set, scale_local_gradients,
     )  # fmt: skip
     accumulated = AccumulatedGradients(passes, averages)
 

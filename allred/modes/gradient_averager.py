@@ -39,7 +39,6 @@ class GradientAverager(DistributedOptimizer):
         super().__init__(update, **options)
         self.framework, self._update, self._weights = framework, update, weights
         self._zeros: dict[str, Array] = {}  # in place of parameters that are not known
-        self.compares_parameters = True  # whether the next step uses parameters that it is given
 
     @property
     def op(self) -> ReduceOp:
@@ -55,14 +54,14 @@ class GradientAverager(DistributedOptimizer):
     ) -> bool:
         """Replace gradients by their mean over the ranks. Return False if the step is skipped. Collective. title: must
         be the same on all ranks."""
-        if not self.compares_parameters:
-            params, self.compares_parameters = None, True
         self._sync_mode().title_of_call = title if params is None else f"{title}, with parameters"
         if params is None:
             known = {name: (zeros.shape, zeros.dtype) for name, zeros in self._zeros.items()}
             if known != {name: (grad.shape, grad.dtype) for name, grad in grads.items()}:
                 self._zeros = {name: np.zeros(grad.shape, grad.dtype) for name, grad in grads.items()}
             params = self._zeros
+        else:
+            self._zeros = {}
         self._update.mean = {}
         if not self._weights:
             self._samples = UnknownSamples()

@@ -31,12 +31,16 @@ def _writable(array: Array) -> Array:
 
 
 def average(
-    averager: GradientAverager, names: Sequence[str], grads: Sequence[Any], params: Sequence[Any] | None = None
+    averager: GradientAverager,
+    names: Sequence[str],
+    grads: Sequence[Any],
+    params: Sequence[Any] | None = None,
+    checks_first: bool = True,
 ) -> tuple[list[Any], Any]:
     """Return the averaged gradients; and whether they are used, or None if always. Collective.
 
     grads: tensors, or tf.IndexedSlices, whose rows of all ranks are returned. params: the variables of the gradients,
-    which are compared between the ranks.
+    which are compared between the ranks. checks_first: whether also in the first step.
     """
     if (mode := world.config().mode) != "sync":
         raise InputError(
@@ -48,19 +52,24 @@ def average(
     used = None
     if dense:
         chosen = None if params is None else [params[index] for index in dense]
-        found, used = _dense(averager, [names[i] for i in dense], [grads[i] for i in dense], chosen)
+        found, used = _dense(averager, [names[i] for i in dense], [grads[i] for i in dense], chosen, checks_first)
         for index, result in zip(dense, found, strict=True):
             results[index] = result
     if sparse:
         process_set = averager.process_set or global_process_set
-        rows = reduced_slices([grads[index] for index in sparse], ArrayReduction(averager.op), process_set)
+        with tf.control_dependencies([results[index] for index in dense]):  # see `reduced`
+            rows = reduced_slices([grads[index] for index in sparse], ArrayReduction(averager.op), process_set)
         for index, result in zip(sparse, rows, strict=True):
             results[index] = result
     return results, used
 
 
 def _dense(
-    averager: GradientAverager, names: list[str], grads: Sequence[Any], params: Sequence[Any] | None
+    averager: GradientAverager,
+    names: list[str],
+    grads: Sequence[Any],
+    params: Sequence[Any] | None,
+    checks_first: bool,
 ) -> tuple[list[Any], Any]:
     tensors = [tf.convert_to_tensor(grad) for grad in grads]
     values = [] if params is None else [tf.convert_to_tensor(param) for param in params]
@@ -68,7 +77,8 @@ def _dense(
 
     def run(arrays: list[Array]) -> list[Array]:
         copies = [copy_of(array) for array in arrays[: len(names)]]
-        mine = dict(zip(names, map(_writable, arrays[len(names) :]), strict=True)) if params is not None else None
+        is_compared = params is not None and (checks_first or averager.global_step > 0)
+        mine = dict(zip(names, map(_writable, arrays[len(names) :]), strict=True)) if is_compared else None
         used = averager.average(title, dict(zip(names, copies, strict=True)), mine, None)
         return [*copies, np.array(used)]
 

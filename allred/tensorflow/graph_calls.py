@@ -10,6 +10,7 @@ the exception itself.
 """
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ Function = Callable[[list[Array]], list[Array]]
 _ALIGNMENT = 64  # bytes, of memory that TensorFlow takes without a copy
 _numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of operations, by graph
 _last_error: BaseException | None = None
+_one_at_a_time = threading.Lock()  # a session of TensorFlow 1 may run several operations at once
 
 
 def new_array(shape: tuple[int, ...], dtype: Any) -> Array:
@@ -83,8 +85,10 @@ def _memory(tensor: Any) -> Array:
 
 
 def _as_tensor(array: Array) -> tf.Tensor:
-    """Return a tensor with the memory of an array that nothing else refers to, or a copy of a small one."""
-    if array.nbytes < arena.MIN_BYTES or array.dtype.kind not in "fiu" or array.dtype.type.__module__ != "numpy":
+    """Return a tensor with the memory of an array that nothing else refers to, or a copy of a small one, or one whose
+    memory TensorFlow cannot take."""
+    is_usual = array.dtype.kind in "fiu" and array.dtype.type.__module__ == "numpy"
+    if array.nbytes < arena.MIN_BYTES or not is_usual or array.ctypes.data % _ALIGNMENT:
         return tf.convert_to_tensor(array)
     return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
 
@@ -93,7 +97,8 @@ def _run(function: Function, arguments: list[Array]) -> list[Array]:
     """Call a function in a thread of TensorFlow."""
     global _last_error
     try:
-        return native.call_interruptibly(function, arguments)  # type: ignore[no-any-return]
+        with _one_at_a_time:
+            return native.call_interruptibly(function, arguments)  # type: ignore[no-any-return]
     except BaseException as error:
         _last_error = error.with_traceback(None)  # its frames have the memory of tensors
         raise

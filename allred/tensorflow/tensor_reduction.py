@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from allred import world
 from allred.comm import ops
 from allred.errors import InputError
 from allred.horovod.operators import Average, operator
@@ -22,12 +23,16 @@ FUSED_COMPRESSION = {
     TensorCompression.int8: ops.Compression.int8, TensorCompression.int4: ops.Compression.int4,
 }  # fmt: skip
 
+_OF_TAPES = world.Slot(dict[Any, GradientAverager])  # by names of the gradients, and arguments
+
 
 @dataclasses.dataclass
 class TensorReduction:
     """The reduction of the gradients of an optimizer or tape, with Horovod's arguments.
 
-    Gradients that allred averages pass through mode sync, whose checks compare the variables of the ranks.
+    Gradients that allred averages pass through mode sync, whose checks compare the variables of the ranks; not in the
+    first step, because programs for Horovod may copy the variables of one rank after it. is_of_tape: programs make a
+    tape for each step.
     """
 
     name: str
@@ -37,7 +42,7 @@ class TensorReduction:
     gradient_predivide_factor: float
     process_set: ProcessSet
     scale_local_gradients: bool = True
-    compares_first: bool = True  # whether the first step compares variables, or the program copies them after it
+    is_of_tape: bool = False
 
     def __post_init__(self) -> None:
         self.op = operator(self.op)
@@ -45,7 +50,7 @@ class TensorReduction:
         if self.gradient_predivide_factor != 1.0 and self.op is not Average:
             raise InputError("gradient_predivide_factor needs op=hvd.Average")
         self.local: set[Any] = set()  # references of variables whose gradients are not reduced
-        self._averager: GradientAverager | None = None
+        self._averagers: dict[Any, GradientAverager] = {}  # as _OF_TAPES
 
     @property
     def takes_part(self) -> bool:
@@ -85,20 +90,25 @@ class TensorReduction:
 
     def _reduce(self, grads: list[Any], sources: list[Any], names: list[str]) -> list[Any]:
         encoding = FUSED_COMPRESSION.get(self.compression)
-        is_plain = self.gradient_predivide_factor == 1.0 and encoding is not None
-        if not is_plain or any(not grad.dtype.is_floating for grad in grads):
-            factor = self.gradient_predivide_factor
+        factor = self.gradient_predivide_factor
+        if encoding is None or factor != 1.0 or any(not grad.dtype.is_floating for grad in grads):
             reduction = ArrayReduction(self.op, 1.0 / factor, factor)
             return reduced(grads, reduction, self.compression, None, self.process_set, "grouped_allreduce")
-        if self._averager is None:
-            self._averager = GradientAverager(
-                "TensorFlow", NoUpdate(), name=self.name, op=self.op, nonfinite="ignore", compression=encoding,
-                process_set=rank_set(self.process_set),
-            )  # fmt: skip
-            self._averager.compares_parameters = self.compares_first
         variables = [tensorflow_variable(source) for source in sources]
         is_trained = all(isinstance(variable, tf.Variable) for variable in variables)
-        return average(self._averager, names, grads, variables if is_trained else None)[0]
+        averager = self._averager(tuple(names), encoding)
+        return average(averager, names, grads, variables if is_trained else None, checks_first=False)[0]
+
+    def _averager(self, names: tuple[str, ...], encoding: ops.Compression) -> GradientAverager:
+        known = _OF_TAPES.of(world.current()) if self.is_of_tape else self._averagers
+        process_set = rank_set(self.process_set)
+        key = names, self.op, encoding, process_set
+        if key not in known:
+            known[key] = GradientAverager(
+                "TensorFlow", NoUpdate(), name=self.name, op=self.op, nonfinite="ignore", compression=encoding,
+                process_set=process_set,
+            )  # fmt: skip
+        return known[key]
 
 
 def tensorflow_variable(source: Any) -> Any:

@@ -117,8 +117,9 @@ def reduced_slices(
         raise NotImplementedError(f"op={reduction.op!r} of tf.IndexedSlices: use hvd.Average or hvd.Sum")
     if reduction.prescale != 1.0 or reduction.postscale != 1.0:
         raise NotImplementedError("prescale_factor and postscale_factor are not available with tf.IndexedSlices")
-    values = grouped_allgather([each.values for each in slices], process_set=process_set)
-    indices = grouped_allgather([each.indices for each in slices], process_set=process_set)
+    parts = [each.values for each in slices], [each.indices for each in slices]
+    found = grouped_allgather([*parts[0], *parts[1]], process_set=process_set)
+    values, indices = found[: len(slices)], found[len(slices) :]
     if reduction.op is Average:
         values = [value / tf.cast(communicator_of(process_set).size, value.dtype) for value in values]
     return [
@@ -170,7 +171,9 @@ def reduced(
     if dense:
         pairs = [compression.compress(tensor) for tensor in tensors_of([values[index] for index in dense])]
         encoding = getattr(compression, "encoding", Encoding.none)
-        found = _reduced(kind, [compressed for compressed, _ in pairs], reduction, name, process_set, encoding)
+        # In a graph of TensorFlow 1 nothing else decides which of the two operations is first.
+        with tf.control_dependencies([results[index].values for index in sparse]):
+            found = _reduced(kind, [compressed for compressed, _ in pairs], reduction, name, process_set, encoding)
         for index, result, (_, context) in zip(dense, found, pairs, strict=True):
             results[index] = compression.decompress(result, context)
     return results
@@ -238,7 +241,8 @@ def _gathered(kind: str, values: Tensors, name: str | None, process_set: Ranks) 
         mean = ArrayReduction(Average)
         means = _reduced("grouped_allreduce", upstream, mean, None, process_set)
         own = tf.stack([tf.shape(tensor)[0] for tensor in tensors])
-        rows = _gathered("allgather", [own[tf.newaxis]], None, process_set)[0]
+        with tf.control_dependencies(means):  # one after the other, also in a graph of TensorFlow 1
+            rows = _gathered("allgather", [own[tf.newaxis]], None, process_set)[0]
         starts = tf.reduce_sum(rows[: communicator_of(process_set).rank], axis=0)
         return [means[i][starts[i] : starts[i] + own[i]] for i in range(len(tensors))]
 
@@ -284,7 +288,9 @@ def broadcast_tensors(values: Tensors, root_rank: int, names: Sequence[str], pro
 
     def gradient(upstream: list[Any]) -> list[Any]:
         means = _reduced("grouped_allreduce", upstream, ArrayReduction(Average), None, process_set)
-        return means if communicator_of(process_set).number == root_rank else [tf.zeros_like(mean) for mean in means]
+        with tf.control_dependencies(means):  # else a graph of TensorFlow 1 leaves the reduction out where it has zeros
+            is_root = communicator_of(process_set).number == root_rank
+            return means if is_root else [tf.zeros_like(mean) for mean in means]
 
     return _differentiable(run, gradient, tensors)
 

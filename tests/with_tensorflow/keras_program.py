@@ -83,7 +83,9 @@ OPTIMIZERS = {
 
 @case
 def training_equals_one_process_on_the_global_batches():
-    for name, make in OPTIMIZERS.items():
+    names = OPTIMIZERS if keras.backend.backend() == "torch" else ("sgd", "average")  # compilation takes seconds
+    for name in names:
+        make = OPTIMIZERS[name]
         model, alone = train(make), network(0)
         fit(alone, make(), global_rows(), ROWS * SIZE, epochs=2)
         assert equal_on_all_ranks(weights(model)), name

@@ -189,6 +189,7 @@ def ranks_that_differ():
             loss = tf.reduce_sum(weight)
         hvd.DistributedGradientTape(tape).gradient(loss, [weight])
 
+    step()  # programs may copy the variables of one rank after it
     text = raised(allred.DriftError, step)
     assert "parameter 'weight' differs on rank" in text, text
     assert hvd.allreduce(1.0 * RANK).numpy() == (SIZE - 1) / 2  # usable afterwards
@@ -296,6 +297,19 @@ def training_in_a_graph_of_tensorflow_1():
     np.testing.assert_allclose(found[-1][0], alone[-1][0], rtol=0, atol=1e-6)
     assert found[-1][1] == 20
     assert len(set(hvd.allgather_object(found[-1][0].tobytes()))) == 1
+
+
+@case
+def two_operations_in_one_run_of_tensorflow_1():
+    """They have no order: a result, or an error that names one of them; never a wrong result."""
+    with tf.Graph().as_default():
+        operations = [hvd.allreduce(tf.constant(1.0 + RANK) * number, op=hvd.Sum) for number in range(1, 5)]
+        with tf1.Session() as session:
+            try:
+                assert session.run(operations) == [TOTAL * number for number in range(1, 5)]
+            except tf.errors.OpError as error:
+                known = "of the graph" in str(error)
+                assert known
 
 
 @case

@@ -17,6 +17,7 @@ def run(failure, **env):
     return testing.mpirun(2, PROGRAM, failure, env={**ENV, **env}, timeout_s=90)
 
 
+@pytest.mark.full
 def test_a_difference_between_ranks_is_shown_as_an_error_of_allred():
     result = run("mismatch")
     assert result.code != 0

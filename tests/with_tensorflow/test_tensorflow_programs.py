@@ -1,8 +1,6 @@
 """The cases of tensorflow_program.py, keras_program.py and keras2_program.py: one job of 2 ranks for each program and
 backend of Keras; with --full all cases on each backend, 1 and 3 ranks, and two hosts."""
 
-import functools
-import importlib.util
 import pathlib
 
 import optimizer_case_runner as cases
@@ -13,7 +11,8 @@ from allred import testing
 pytest.importorskip("tensorflow")
 
 HERE = pathlib.Path(__file__).parent
-ENV = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent / "pytorch"), "ALLRED_TIMEOUT_S": "60"}
+ENV = {"OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "ALLRED_TIMEOUT_S": "60"}
+ENV |= {"PYTHONPATH": str(HERE.parent / "pytorch")}
 KERAS = "keras_program.py"
 PROGRAMS = {  # by name: the file, and variables
     "TensorFlow": ("tensorflow_program.py", {}),
@@ -39,38 +38,24 @@ JOBS = {
 }
 
 
-@functools.cache
-def results(program, ranks=2, job="", names=()):
+def run(program, job, names=()):
+    """Run a job, and compare the results of the cases: all, or those with these names."""
     file, env = PROGRAMS[program]
-    if program == "Keras 2" and not importlib.util.find_spec("tf_keras"):
-        pytest.skip("tf_keras is not installed")
-    more = JOBS[job][1] if job else {}
+    ranks, more = JOBS[job]
     result = testing.mpirun(ranks, HERE / file, *names, env={**ENV, **env, **more}, timeout_s=200)
-    return cases.results(result.out), result.text
-
-
-def chosen(program):
-    return SOME.get(program) or cases.names(HERE / PROGRAMS[program][0])
+    expected = dict.fromkeys(names or cases.names(HERE / file), "ok")
+    assert cases.results(result.out) == expected, result.text
 
 
 @pytest.mark.limit(220)
-@pytest.mark.parametrize(
-    ("program", "name"),
-    [
-        pytest.param(program, name, marks=pytest.mark.xdist_group(program))
-        for program in PROGRAMS
-        for name in chosen(program)
-    ],
-)
-def test_cases(program, name):
-    found, text = results(program, names=tuple(chosen(program)))
-    assert found.get(name, f"the job ended before this case:\n{text}") == "ok"
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_program(program):
+    run(program, "2 ranks", SOME.get(program, ()))
 
 
 @pytest.mark.full
 @pytest.mark.limit(220)
 @pytest.mark.parametrize("job", JOBS)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_other_jobs(program, job):
-    found, text = results(program, JOBS[job][0], job)
-    assert found == dict.fromkeys(cases.names(HERE / PROGRAMS[program][0]), "ok"), text
+def test_program_with_all_cases(program, job):
+    run(program, job)
