@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from allred.keras.keras_callbacks import BroadcastMixin, MetricAverageMixin, ScheduleMixin, WarmupMixin
+from allred.keras.callback_mixins import BroadcastMixin, MetricAverageMixin, ScheduleMixin, WarmupMixin
 
 
 class HorovodBroadcastMixin(BroadcastMixin):

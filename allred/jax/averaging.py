@@ -21,7 +21,7 @@ from allred.jax.custom_call import Function
 from allred.jax.jax_collectives import copy
 from allred.jax.primitive import JaxCollective, bind, check_dtype
 from allred.jax.trees import names_of
-from allred.modes.gradient_averager import GradientAverager, NoUpdate
+from allred.modes.gradient_averager import GradientAverager, GradientReceiver
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _averager(names: tuple[str, ...], **options: Any) -> GradientAverager:
     known = _AVERAGERS.of(world.current())
     key = names, *options.values()
     if key not in known:
-        known[key] = GradientAverager("JAX", NoUpdate(), **options)
+        known[key] = GradientAverager("JAX", GradientReceiver(), **options)
     return known[key]
 
 

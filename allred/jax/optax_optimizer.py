@@ -25,11 +25,11 @@ from allred.jax.averaging import average
 from allred.jax.primitive import isolated
 from allred.jax.training_state import TrainingState, with_arrays
 from allred.jax.trees import Arrays, arrays_of, names_of
-from allred.modes.gradient_averager import GradientAverager, NoUpdate
+from allred.modes.gradient_averager import GradientAverager, GradientReceiver
 from allred.session import state_pickle
 
 
-class OptaxUpdate(NoUpdate):
+class OptaxUpdate(GradientReceiver):
     """A transformation of optax with the interface of an optimizer for numpy arrays, which are given by name.
 
     averages: whether the next step only returns the averaged gradients, because JAX makes the update.

@@ -1,17 +1,30 @@
 """Callbacks for `model.fit` of Keras 3."""
 
+from typing import Any
+
 import keras
 
-from allred.keras.keras_callbacks import BroadcastMixin, MetricAverageMixin, ScheduleMixin, WarmupMixin
+from allred.errors import InputError
+from allred.keras.callback_mixins import BroadcastMixin, MetricAverageMixin, ScheduleMixin, WarmupMixin
 from allred.keras.model_checkpoints import Checkpoints
 
 
 class BroadcastGlobalVariables(BroadcastMixin, keras.callbacks.Callback):
     """Copies the weights of the model and the variables of its optimizer from rank `root_rank` to all ranks before
-    the first batch.
+    the first batch. The seeds of random layers are not copied.
+
+    Raises InputError if the optimizer was not passed to `allred.keras.distributed`.
 
     Example: `model.fit(x, y, callbacks=[allred.keras.callbacks.BroadcastGlobalVariables(0)])`.
     """
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if not hasattr(self.model.optimizer, "allred"):
+            raise InputError(
+                "BroadcastGlobalVariables: the model was not compiled with an optimizer of allred.keras.distributed, "
+                "so the ranks would train apart"
+            )
+        super().on_train_begin(logs)
 
 
 class MetricAverage(MetricAverageMixin, keras.callbacks.Callback):
@@ -23,19 +36,19 @@ class MetricAverage(MetricAverageMixin, keras.callbacks.Callback):
 
 
 class LearningRateSchedule(ScheduleMixin, keras.callbacks.Callback):
-    """Multiplies the initial learning rate by `multiplier` in the epochs from `start_epoch` to before `end_epoch`.
+    """Sets the learning rate to `initial_lr` times a factor in the epochs from `start_epoch` to before `end_epoch`;
+    later the last one stays. `logs["lr"]` is the learning rate at the end of an epoch.
 
-    initial_lr: the learning rate that is multiplied.
-    multiplier: a number m, for m ** (epoch - start_epoch); or a function of the epoch.
-    staircase: whether the rate changes at the beginning of epochs only; else before each batch, and the epoch is a
-        fraction.
-    momentum_correction: multiplies the momentum by new / old learning rate for the batch that follows a change.
-        It has an effect where the momentum of the optimizer is a variable.
+    multiplier: a function that returns the factor of an epoch; or a number m, for the factor
+        m ** (epoch - start_epoch), which decays in each epoch.
+    staircase: True: at the beginning of each epoch. False: before each batch, with a fraction as the epoch.
+    momentum_correction: multiplies the momentum by the new divided by the old learning rate, for one batch. It has no
+        effect with Keras 3, where the momentum of an optimizer is not a variable.
     steps_per_epoch: batches in an epoch; needed without staircase if Keras does not know it.
 
     Raises ValueError without an initial learning rate or number of steps.
 
-    Example: `LearningRateSchedule(0.1, multiplier=0.1, start_epoch=30, end_epoch=60)`.
+    Example: `LearningRateSchedule(0.1, lambda epoch: 0.1, start_epoch=30, end_epoch=60)`.
     """
 
 

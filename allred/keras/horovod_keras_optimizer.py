@@ -9,7 +9,7 @@ import tensorflow as tf
 from allred.arrays import Array
 from allred.horovod.process_sets import ProcessSet
 from allred.keras.keras_optimizer import check, replace_apply
-from allred.tensorflow.graph_calls import call
+from allred.tensorflow.host_functions import call, copy_of
 from allred.tensorflow.tensor_reduction import TensorReduction, reference_of
 
 
@@ -32,7 +32,7 @@ class AccumulatedGradients:
                 for total, array in zip(self._sums, arrays, strict=True):
                     total += array
             if self.counter < self.passes:
-                return [*arrays, np.array(False)]
+                return [*map(copy_of, arrays), np.array(False)]
             self.counter = 0
             divisor = self.passes if self._averages else 1
             return [*(total / total.dtype.type(divisor) for total in self._sums), np.array(True)]

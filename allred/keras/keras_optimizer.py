@@ -4,7 +4,7 @@ The method `apply` of the instance is replaced. So the class of the optimizer st
 loaded with and without allred. On JAX, Keras calls `stateless_apply` in its programs, which is replaced, too.
 Optimizers of Keras 2 (the package tf_keras) have `apply_gradients` instead.
 
-Keras on TensorFlow uses allred/tensorflow/averaged_tensors.py, and on JAX allred/jax/averaging.py. Gradients of torch
+Keras on TensorFlow uses allred/tensorflow/gradient_averaging.py, and on JAX allred/jax/averaging.py. Gradients of torch
 are averaged in their memory.
 """
 
@@ -21,7 +21,7 @@ from allred.keras.keras_averager import KerasAverager
 from allred.keras.variable_names import names_of
 
 # Takes the names, the gradients, and the values of the variables, or None if they are not known. Returns the gradients
-# to apply; and whether they are applied, or None if always.
+# to apply; and a boolean tensor, False if the update is skipped, or None if no update can be skipped.
 Reduce = Callable[[list[str], list[Any], list[Any] | None], tuple[list[Any], Any]]
 
 
@@ -46,9 +46,10 @@ def distributed(
         optimizer: a `keras.optimizers.Optimizer` on the backend TensorFlow, JAX or torch. For mixed precision pass a
             `keras.optimizers.LossScaleOptimizer`.
         accumulate: the number of batches whose gradients are averaged before the ranks communicate and the optimizer
-            makes its update. `optimizer.iterations` counts batches, as with gradient_accumulation_steps of Keras, which
-            must not be used.
-        op, name, nonfinite, compression, process_set: see `allred.distributed`.
+            makes its update. `optimizer.iterations` counts updates, so learning rate schedules of Keras advance by
+            updates. gradient_accumulation_steps of Keras must not be used.
+        op, name, nonfinite, compression, process_set: see `allred.distributed`. With a LossScaleOptimizer, which skips
+            such steps itself, `nonfinite` has no effect.
 
     The attribute `allred` of the optimizer is a `DistributedOptimizer`, with `summary()`, `skipped` and `global_step`.
 
@@ -64,7 +65,7 @@ def distributed(
         compression=compression, process_set=process_set,
     )  # fmt: skip
     optimizer.allred = averager
-    replace_apply(optimizer, _REDUCERS[keras.backend.backend()](averager), counts=accumulate > 1)
+    replace_apply(optimizer, _REDUCERS[keras.backend.backend()](averager), counts=False)
     return optimizer
 
 
@@ -73,8 +74,9 @@ def check(optimizer: Any) -> None:
     if isinstance(optimizer, type) or not callable(getattr(optimizer, "apply_gradients", None)):
         raise InputError(f"expected an optimizer of Keras, got {optimizer!r}")
     if hasattr(optimizer, "allred"):
-        raise InputError(f"{type(optimizer).__name__}: it averages gradients over the ranks already")
-    if getattr(optimizer, "gradient_accumulation_steps", None):
+        raise InputError(f"{type(optimizer).__name__}: this optimizer was already passed to allred.keras.distributed")
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if getattr(inner, "gradient_accumulation_steps", None):
         raise InputError(
             "gradient_accumulation_steps would communicate for every batch; pass accumulate= to "
             "allred.keras.distributed"
@@ -91,20 +93,24 @@ def replace_apply(optimizer: Any, reduce: Reduce, counts: bool) -> None:
     apply, build = optimizer.apply, optimizer.build
     trained: list[Any] = []  # the variables that the optimizer was built for
     is_reduced = False  # in a call of `apply` by `stateless_apply`
+    is_checked = False  # whether the caller was looked at
 
     def noting_build(variables: Any) -> None:
         trained[:] = variables
         build(variables)
 
     def reduced_apply(grads: Sequence[Any], trainable_variables: Any = None) -> None:
+        nonlocal is_checked
         variables = trained if trainable_variables is None else list(trainable_variables)
         if is_reduced or not grads:
             apply(grads, trainable_variables)
             return
-        _refuse_loss_scale_outside(optimizer)
+        if not is_checked:
+            _refuse_loss_scale_outside(optimizer)
+            is_checked = True
         if not optimizer.built:
             optimizer.build(variables)
-        mean, used = _reduce_present(reduce, grads, variables, [variable.value for variable in variables])
+        mean, used = _reduce_present(reduce, grads, variables, [_value(variable) for variable in variables])
 
         def update() -> None:
             apply(mean, trainable_variables)
@@ -154,8 +160,10 @@ def _replace_apply_gradients(optimizer: Any, reduce: Reduce, counts: bool) -> No
     def reduced_apply_gradients(grads_and_vars: Any, *arguments: Any, **options: Any) -> Any:
         pairs = list(grads_and_vars)
         variables = [variable for _, variable in pairs]
+        _refuse_loss_scale_outside(optimizer)
         if hasattr(optimizer, "build"):  # before tf.cond, in which variables cannot be made
-            optimizer.build(variables)
+            with tf.init_scope():
+                optimizer.build(variables)
         mean, used = _reduce_present(reduce, [grad for grad, _ in pairs], variables, variables)
 
         def update() -> Any:
@@ -182,16 +190,22 @@ def _reduce_present(reduce: Reduce, grads: Sequence[Any], variables: Sequence[An
     return results, used
 
 
+def _value(variable: Any) -> Any:
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
 def _refuse_loss_scale_outside(optimizer: Any) -> None:
     """Raise InputError if a LossScaleOptimizer calls a distributed optimizer: it does so only on ranks whose gradients
     are finite."""
     frame: Any = sys._getframe()
     while frame is not None:
         caller = frame.f_locals.get("self")
-        if isinstance(caller, keras.optimizers.LossScaleOptimizer) and caller is not optimizer:
+        kinds = [kind.__name__ for kind in type(caller).__mro__]
+        if caller is not optimizer and {"LossScaleOptimizer", "BaseLossScaleOptimizer"} & set(kinds):
             raise InputError(
                 "mixed precision: model.compile() has wrapped the distributed optimizer in a LossScaleOptimizer. Pass "
-                "allred.keras.distributed(keras.optimizers.LossScaleOptimizer(optimizer)) to it"
+                "allred.keras.distributed(keras.optimizers.LossScaleOptimizer(optimizer)) to it; for Horovod's names, "
+                "hvd.DistributedOptimizer(tf.keras.mixed_precision.LossScaleOptimizer(optimizer))"
             )
         frame = frame.f_back
 
@@ -200,7 +214,7 @@ def _refuse_loss_scale_outside(optimizer: Any) -> None:
 
 
 def _reduce_tensorflow(averager: KerasAverager) -> Reduce:
-    from allred.tensorflow.averaged_tensors import average
+    from allred.tensorflow.gradient_averaging import average
 
     def reduce(names: list[str], grads: list[Any], values: list[Any] | None) -> tuple[list[Any], Any]:
         return average(averager, names, grads, values)

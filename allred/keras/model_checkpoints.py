@@ -21,8 +21,9 @@ class Checkpoints(keras.callbacks.Callback):
         the weights and the state of the optimizer of rank 0.
     save_secs, save_steps, keep: see `allred.Session`. A checkpoint is also written at the end, and after an error.
 
-    The attribute `epoch` is the number of epochs that were completed, also before a restart. An epoch that was not
-    completed begins again. SIGTERM, SIGUSR1 and a first Ctrl-C end `fit` on all ranks after the current batch.
+    The attribute `epoch` is the number of completed epochs, with those of earlier runs; pass it as `initial_epoch`. An
+    epoch that was not completed begins again. SIGTERM, SIGUSR1 and a first Ctrl-C end `fit` on all ranks after the
+    current batch, and after the validation if there is one.
 
     Raises InputError, and CheckpointError if no checkpoint can be read.
     """
@@ -39,7 +40,7 @@ class Checkpoints(keras.callbacks.Callback):
         super().__init__()
         if not hasattr(getattr(model, "optimizer", None), "allred"):
             raise InputError("Checkpoints: compile the model with an optimizer of allred.keras.distributed before")
-        self.epoch, self._current = 0, 0
+        self.epoch, self._current, self._is_stopped = 0, 0, False
         self._session = Session(directory, save_secs=save_secs, save_steps=save_steps, keep=keep, log_steps=None)
         self._session.__enter__()
         self._session.track(params=model, optimizer=model.optimizer, epoch=self)
@@ -65,7 +66,8 @@ class Checkpoints(keras.callbacks.Callback):
         self._next_step()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.epoch = epoch + 1
+        if not self._is_stopped:  # in the middle of the epoch
+            self.epoch = epoch + 1
 
     def on_train_end(self, logs: Any = None) -> None:
         self._session.end()
@@ -73,4 +75,4 @@ class Checkpoints(keras.callbacks.Callback):
     def _next_step(self) -> None:
         """End the current step, and begin the next one, or stop."""
         if next(self._steps, self) is self:
-            self.model.stop_training = True
+            self._is_stopped = self.model.stop_training = True

@@ -18,7 +18,7 @@ from allred.modes.optimizer import DistributedOptimizer
 from allred.modes.sync import SyncMode
 
 
-class NoUpdate:
+class GradientReceiver:
     """An optimizer that leaves the parameters as they are. mean: the averaged gradients of the last step; {} if it was
     skipped."""
 
@@ -32,10 +32,10 @@ class GradientAverager(DistributedOptimizer):
     """A distributed optimizer that averages gradients, and leaves the update to a framework.
 
     framework: its name, for messages. update: an optimizer that keeps the averaged gradients. weights: whether ranks
-    are weighted by the size of the latest batch of allred.data, if a step does not give its samples.
+    are weighted by the latest batch of allred.data in steps without `samples`.
     """
 
-    def __init__(self, framework: str, update: NoUpdate, weights: bool = True, **options: Any) -> None:
+    def __init__(self, framework: str, update: GradientReceiver, weights: bool = True, **options: Any) -> None:
         super().__init__(update, **options)
         self.framework, self._update, self._weights = framework, update, weights
         self._zeros: dict[str, Array] = {}  # in place of parameters that are not known
@@ -43,6 +43,10 @@ class GradientAverager(DistributedOptimizer):
     @property
     def op(self) -> ReduceOp:
         return self._options.op
+
+    @property
+    def micro_steps(self) -> int:
+        return self._options.accumulate
 
     @property
     def skips(self) -> bool:
@@ -65,7 +69,10 @@ class GradientAverager(DistributedOptimizer):
         self._update.mean = {}
         if not self._weights:
             self._samples = UnknownSamples()
-        self.step(params, grads, samples)
+        try:
+            self.step(params, grads, samples)
+        finally:
+            self._sync_mode().forget_arrays()
         mean, self._update.mean = self._update.mean, {}
         for name, value in mean.items():
             if value is not grads[name]:

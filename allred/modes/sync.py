@@ -206,6 +206,11 @@ class SyncMode(Mode):
         repeats = given.plain and self._sharded is None
         self._last = given._replace(grads=None, values=[]) if repeats else None  # frees the gradients
 
+    def forget_arrays(self) -> None:
+        """Drop the references to parameters, whose memory belongs to a framework after a step. Then `repeat` returns
+        False, and ranks that join get no parameters from this optimizer."""
+        self._last = self._replica = None
+
     def repeat(self, communicator: Communicator, values: list[Any], samples: int | None) -> bool:
         """As `step`, of an optimizer that makes its update later, if the step is like the last one on all ranks except
         for the arrays of the gradients. Return False if it is not, with nothing changed. Collective."""

@@ -10,7 +10,7 @@ from allred.arrays import Array
 from allred.comm.communicator import Communicator
 from allred.comm.ops import Compression, ReduceOp
 from allred.errors import InputError
-from allred.tensorflow.graph_calls import copy_of
+from allred.tensorflow.host_functions import copy_of
 
 
 def is_inexact(array: Array) -> bool:
@@ -76,8 +76,8 @@ class ArrayReduction(NamedTuple):
         return copy
 
     def _end(self, array: Array, source: Array, op: ReduceOp, size: int, active: int) -> Array:
-        """Return the result from the one of allred, by the operator `op`. size: number of ranks; active: of those that
-        have not joined."""
+        """Convert a result of allred, by the operator `op`, to Horovod's. size: the number of ranks; active: the number
+        of ranks that have not joined."""
         is_mean = self.op is ReduceOp.AVERAGE
         if is_mean and not is_inexact(source):
             if self.postscale == 1.0:

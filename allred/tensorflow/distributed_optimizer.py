@@ -32,10 +32,10 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     """Return an optimizer that reduces gradients over all ranks before it applies them.
 
     optimizer: a `tf.compat.v1.train.Optimizer`, which is wrapped; or an optimizer of Keras, which is returned itself
-        (`allred.tensorflow.keras.DistributedOptimizer`).
+        (as `horovod.tensorflow.keras.DistributedOptimizer`).
     backward_passes_per_step: the number of steps whose gradients are added up, or averaged with
         average_aggregated_gradients, before they are reduced.
-    Other arguments: see `DistributedGradientTape`. use_locking: of TensorFlow 1.
+    use_locking: passed to the optimizer of TensorFlow 1. Other arguments: see `DistributedGradientTape`.
 
     Raises ValueError for an argument that cannot be used; NotImplementedError for hvd.Adasum.
 

@@ -70,7 +70,7 @@ def DistributedGradientTape(  # noqa: N802  (Horovod's name)
     gradtape.__class__ = type(kind.__name__, (ReducedGradientTape, kind), {})
     gradtape.reduction = TensorReduction(
         "DistributedGradientTape", compression, sparse_as_dense, op, gradient_predivide_factor, process_set,
-        scale_local_gradients, is_of_tape=True,
+        scale_local_gradients, for_tape=True,
     )  # fmt: skip
     return gradtape
 

@@ -37,7 +37,9 @@ class SessionOptimizer(tf.compat.v1.train.Optimizer):
         return list(zip(reduced, variables, strict=True))
 
     def _accumulate(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Add gradients to the sums. Returns what `reduce` returns of them in the last of the steps, else zeros."""
+        """Add gradients to the sums. Returns the reduced sums in the last of the steps, and zeros before."""
+        if self._count is not None:
+            raise InputError("backward_passes_per_step > 1: compute_gradients() can be called once for an optimizer")
         present = [(index, tf.convert_to_tensor(grad)) for index, grad in enumerate(grads) if grad is not None]
         self._count = self._new_variable("count", tf.zeros([], tf.int32))
         sums = []
@@ -53,7 +55,7 @@ class SessionOptimizer(tf.compat.v1.train.Optimizer):
             totals = [total.read_value() / tf.cast(divisor, total.dtype) for total in sums]
             chosen = [variables[index] for index, _ in present]
             found = tf.cond(
-                tf.equal(count, self._passes),
+                tf.greater_equal(count, self._passes),
                 lambda: self.reduction.reduce(totals, chosen),
                 lambda: [tf.zeros_like(total) for total in totals],
             )
@@ -68,7 +70,7 @@ class SessionOptimizer(tf.compat.v1.train.Optimizer):
         return tf.compat.v1.Variable(value, trainable=False, collections=collections, name=name, use_resource=True)
 
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: Any = None) -> Any:
-        """As of the optimizer; nothing but an increment of the global step, unless gradients were just reduced."""
+        """Apply the gradients in the last of the steps; before, only increment the global step."""
         pairs = list(grads_and_vars)
         if self._passes == 1:
             return self._optimizer.apply_gradients(pairs, global_step=global_step, name=name)
@@ -83,7 +85,7 @@ class SessionOptimizer(tf.compat.v1.train.Optimizer):
             return tf.no_op() if global_step is None else tf.group(global_step.assign_add(1))
 
         with tf.control_dependencies([grad for grad, _ in pairs if grad is not None]):
-            return tf.cond(tf.equal(self._count.read_value(), self._passes), apply, count_only)
+            return tf.cond(tf.greater_equal(self._count.read_value(), self._passes), apply, count_only)
 
     # The other methods are called on the optimizer.
 

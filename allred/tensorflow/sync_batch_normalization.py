@@ -22,7 +22,6 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):
     def __init__(self, fused: bool = False, **options: Any) -> None:
         if fused in (True, None) or options.get("renorm"):
             raise InputError("SyncBatchNormalization: fused=True and renorm=True are not available")
-        options.setdefault("name", "sync_batch_normalization")
         super().__init__(**options)
 
     def call(self, inputs: Any, training: Any = None, mask: Any = None) -> Any:

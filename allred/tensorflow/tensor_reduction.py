@@ -12,9 +12,9 @@ from allred.comm import ops
 from allred.errors import InputError
 from allred.horovod.operators import Average, operator
 from allred.horovod.process_sets import ProcessSet, rank_set
-from allred.modes.gradient_averager import GradientAverager, NoUpdate, unique
+from allred.modes.gradient_averager import GradientAverager, GradientReceiver, unique
 from allred.tensorflow.array_reductions import ArrayReduction
-from allred.tensorflow.averaged_tensors import average
+from allred.tensorflow.gradient_averaging import average
 from allred.tensorflow.tensor_compression import TensorCompression, check_compression
 from allred.tensorflow.tensorflow_collectives import reduced
 
@@ -23,16 +23,16 @@ FUSED_COMPRESSION = {
     TensorCompression.int8: ops.Compression.int8, TensorCompression.int4: ops.Compression.int4,
 }  # fmt: skip
 
-_OF_TAPES = world.Slot(dict[Any, GradientAverager])  # by names of the gradients, and arguments
+_tape_averagers = world.Slot(dict[Any, GradientAverager])  # by names of the gradients, and arguments
 
 
 @dataclasses.dataclass
 class TensorReduction:
     """The reduction of the gradients of an optimizer or tape, with Horovod's arguments.
 
-    Gradients that allred averages pass through mode sync, whose checks compare the variables of the ranks; not in the
-    first step, because programs for Horovod may copy the variables of one rank after it. is_of_tape: programs make a
-    tape for each step.
+    Gradients that allred averages pass through mode sync. Its checks compare the variables of the ranks from the second
+    step on, because programs for Horovod may broadcast them after the first step. for_tape: programs make a tape for
+    each step.
     """
 
     name: str
@@ -42,7 +42,7 @@ class TensorReduction:
     gradient_predivide_factor: float
     process_set: ProcessSet
     scale_local_gradients: bool = True
-    is_of_tape: bool = False
+    for_tape: bool = False
 
     def __post_init__(self) -> None:
         self.op = operator(self.op)
@@ -50,7 +50,7 @@ class TensorReduction:
         if self.gradient_predivide_factor != 1.0 and self.op is not Average:
             raise InputError("gradient_predivide_factor needs op=hvd.Average")
         self.local: set[Any] = set()  # references of variables whose gradients are not reduced
-        self._averagers: dict[Any, GradientAverager] = {}  # as _OF_TAPES
+        self._averagers: dict[Any, GradientAverager] = {}  # as _tape_averagers
 
     @property
     def takes_part(self) -> bool:
@@ -58,8 +58,7 @@ class TensorReduction:
         return bool(self.process_set.included())
 
     def reduce(self, grads: Sequence[Any], sources: Sequence[Any], names: Sequence[str] = ()) -> list[Any]:
-        """Return the gradients with the reduced ones in place of those of all sources that are not local. None stays.
-        Collective. names: of the sources; default: their own."""
+        """Return the gradients, reduced except for local sources; None stays. Collective. names: of the sources."""
         results = list(grads)
         if not self.takes_part:
             return results
@@ -100,13 +99,13 @@ class TensorReduction:
         return average(averager, names, grads, variables if is_trained else None, checks_first=False)[0]
 
     def _averager(self, names: tuple[str, ...], encoding: ops.Compression) -> GradientAverager:
-        known = _OF_TAPES.of(world.current()) if self.is_of_tape else self._averagers
+        known = _tape_averagers.of(world.current()) if self.for_tape else self._averagers
         process_set = rank_set(self.process_set)
         key = names, self.op, encoding, process_set
         if key not in known:
             known[key] = GradientAverager(
-                "TensorFlow", NoUpdate(), name=self.name, op=self.op, nonfinite="ignore", compression=encoding,
-                process_set=process_set,
+                "TensorFlow", GradientReceiver(), weights=False, name=self.name, op=self.op, nonfinite="ignore",
+                compression=encoding, process_set=process_set,
             )  # fmt: skip
         return known[key]
 

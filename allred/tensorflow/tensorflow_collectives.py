@@ -17,7 +17,7 @@ from allred.arrays import Array
 from allred.comm import functions
 from allred.comm.communicator import Communicator
 from allred.comm.ops import Compression as Encoding
-from allred.comm.process_set import ProcessSet as RankSet
+from allred.comm.process_set import ProcessSet as AllredProcessSet
 from allred.horovod import basics
 from allred.horovod.operators import Average, Sum, operator
 from allred.horovod.process_sets import (
@@ -28,20 +28,20 @@ from allred.horovod.process_sets import (
     rank_set,
 )
 from allred.tensorflow.array_reductions import ArrayReduction
-from allred.tensorflow.graph_calls import call, copy_of, label
+from allred.tensorflow.host_functions import call, copy_of, label
 from allred.tensorflow.tensor_compression import TensorCompression as Compression
 from allred.tensorflow.tensor_compression import check_compression
 from allred.tensorflow.tensorflow_errors import as_tensorflow_error
 
 Tensors = Sequence[Any]
-Ranks = ProcessSet | RankSet
+AnyProcessSet = ProcessSet | AllredProcessSet
 _Gradient = Callable[[list[Any]], list[Any]]
 
 
 def _operation(
     kind: str,
     name: str | None,
-    process_set: Ranks,
+    process_set: AnyProcessSet,
     tensors: Tensors,
     results: Sequence[tf.TensorSpec],
     function: Callable[[Communicator, str, list[Array]], list[Array]],
@@ -65,7 +65,7 @@ def _differentiable(run: Callable[[list[Any]], list[Any]], gradient: _Gradient, 
 
     @tf.custom_gradient
     def operation(*arguments: Any) -> Any:
-        return run(list(arguments)), lambda *upstream: gradient(list(upstream))
+        return run(list(arguments)), lambda *upstream: gradient([tf.convert_to_tensor(each) for each in upstream])
 
     found = operation(*tensors)
     return list(found) if isinstance(found, (list, tuple)) else [found]
@@ -94,7 +94,7 @@ def _reduced(
     tensors: Tensors,
     reduction: ArrayReduction,
     name: str | None,
-    process_set: Ranks,
+    process_set: AnyProcessSet,
     encoding: Encoding = Encoding.none,
 ) -> list[Any]:
     def reduce(communicator: Communicator, title: str, arrays: list[Array]) -> list[Array]:
@@ -109,8 +109,8 @@ def _reduced(
     return _differentiable(run, gradient, tensors)
 
 
-def reduced_slices(
-    slices: Sequence[tf.IndexedSlices], reduction: ArrayReduction, process_set: Ranks
+def gathered_slices(
+    slices: Sequence[tf.IndexedSlices], reduction: ArrayReduction, process_set: AnyProcessSet, name: str | None = None
 ) -> list[tf.IndexedSlices]:
     """Return the rows of all ranks. Rows with the same index are not added up."""
     if reduction.op not in (Average, Sum):
@@ -118,7 +118,7 @@ def reduced_slices(
     if reduction.prescale != 1.0 or reduction.postscale != 1.0:
         raise NotImplementedError("prescale_factor and postscale_factor are not available with tf.IndexedSlices")
     parts = [each.values for each in slices], [each.indices for each in slices]
-    found = grouped_allgather([*parts[0], *parts[1]], process_set=process_set)
+    found = grouped_allgather([*parts[0], *parts[1]], name, process_set=process_set)
     values, indices = found[: len(slices)], found[len(slices) :]
     if reduction.op is Average:
         values = [value / tf.cast(communicator_of(process_set).size, value.dtype) for value in values]
@@ -137,7 +137,7 @@ def grouped_allreduce(
     op: Any = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: Ranks = global_process_set,
+    process_set: AnyProcessSet = global_process_set,
     ignore_name_scope: bool = False,
     name: str | None = None,
 ) -> list[Any]:
@@ -155,7 +155,7 @@ def reduced(
     reduction: ArrayReduction,
     compression: Any,
     name: str | None,
-    process_set: Ranks,
+    process_set: AnyProcessSet,
     kind: str,
 ) -> list[Any]:
     """Return the results of a reduction of tensors and tf.IndexedSlices."""
@@ -165,7 +165,7 @@ def reduced(
     dense = [index for index in range(len(results)) if index not in set(sparse)]
     if sparse:
         for index, result in zip(
-            sparse, reduced_slices([values[i] for i in sparse], reduction, process_set), strict=True
+            sparse, gathered_slices([values[i] for i in sparse], reduction, process_set), strict=True
         ):
             results[index] = result
     if dense:
@@ -189,7 +189,7 @@ def allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     name: str | None = None,
-    process_set: Ranks = global_process_set,
+    process_set: AnyProcessSet = global_process_set,
     ignore_name_scope: bool = False,
 ) -> Any:
     """Reduce a tensor over the ranks. Returns a tensor of its shape and dtype. Differentiable.
@@ -218,7 +218,7 @@ def grouped_allgather(
     tensors: Tensors,
     name: str | None = None,
     ignore_name_scope: bool = False,
-    process_set: Ranks = global_process_set,
+    process_set: AnyProcessSet = global_process_set,
 ) -> list[Any]:
     """As `allgather`, of each tensor of a list. Returns a list.
 
@@ -227,7 +227,7 @@ def grouped_allgather(
     return _gathered("grouped_allgather", tensors, name, process_set)
 
 
-def _gathered(kind: str, values: Tensors, name: str | None, process_set: Ranks) -> list[Any]:
+def _gathered(kind: str, values: Tensors, name: str | None, process_set: AnyProcessSet) -> list[Any]:
     tensors = [tf.reshape(each, [1]) if each.shape.rank == 0 else each for each in tensors_of(values)]
 
     def gather(communicator: Communicator, title: str, arrays: list[Array]) -> list[Array]:
@@ -253,7 +253,7 @@ def allgather(
     tensor: Any,
     name: str | None = None,
     ignore_name_scope: bool = False,
-    process_set: Ranks = global_process_set,
+    process_set: AnyProcessSet = global_process_set,
 ) -> Any:
     """Concatenate the tensors of all ranks along the first dimension, in rank order. Ranks may differ in the first
     dimension only. Differentiable.
@@ -271,7 +271,7 @@ def allgather(
 # Copies of one rank's tensors
 
 
-def broadcast_tensors(values: Tensors, root_rank: int, names: Sequence[str], process_set: Ranks) -> list[Any]:
+def broadcast_tensors(values: Tensors, root_rank: int, names: Sequence[str], process_set: AnyProcessSet) -> list[Any]:
     """Return the tensors of rank `root_rank`. names: of the tensors; [] if they have none. Differentiable."""
     tensors = tensors_of(values)
 
@@ -300,7 +300,7 @@ def broadcast(
     root_rank: int,
     name: str | None = None,
     ignore_name_scope: bool = False,
-    process_set: Ranks = global_process_set,
+    process_set: AnyProcessSet = global_process_set,
 ) -> Any:
     """Return the tensor of rank `root_rank`. Differentiable.
 
@@ -319,7 +319,7 @@ def alltoall(
     splits: Any = None,
     name: str | None = None,
     ignore_name_scope: bool = False,
-    process_set: Ranks = global_process_set,
+    process_set: AnyProcessSet = global_process_set,
 ) -> Any:
     """Send splits[r] rows of a tensor to each rank r. Returns the rows received, in rank order; with `splits` also the
     received splits, a 1-d tensor of int32 whose entry r is the number of rows from rank r. Differentiable.
@@ -360,7 +360,7 @@ def _scattered(
     compression: Any,
     reduction: ArrayReduction,
     name: str | None,
-    process_set: Ranks,
+    process_set: AnyProcessSet,
 ) -> list[Any]:
     check_compression(compression)
     pairs = [compression.compress(tensor) for tensor in tensors_of(values)]
@@ -387,7 +387,7 @@ def grouped_reducescatter(
     compression: Any = Compression.none,
     op: Any = Average,
     name: str | None = None,
-    process_set: Ranks = global_process_set,
+    process_set: AnyProcessSet = global_process_set,
     ignore_name_scope: bool = False,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -406,7 +406,7 @@ def reducescatter(
     compression: Any = Compression.none,
     op: Any = Average,
     name: str | None = None,
-    process_set: Ranks = global_process_set,
+    process_set: AnyProcessSet = global_process_set,
     ignore_name_scope: bool = False,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -426,6 +426,8 @@ def reducescatter(
 def join() -> int:
     """Take part in the allreduces of the other ranks with zeros, until all ranks have called `join`. Returns the rank
     that joined last, the same on all ranks. Averages are divided by the number of all ranks, as in Horovod.
+    Variables of the ranks that joined earlier are outdated: then call `broadcast_variables(variables, root_rank=last)`
+    on all ranks.
 
     Example: after a loop over batches whose number differs between ranks, `last = hvd.join()`.
     """

@@ -1,7 +1,7 @@
 /*
- * Ctrl-C in a thread of a framework. Python runs the handler of SIGINT in the main thread, which waits for the end of a
- * program of the framework without running Python code. So while a function runs in another thread, the signal also
- * sets a flag, which waits read.
+ * Ctrl-C in a thread of TensorFlow or JAX. Python runs its handler of SIGINT in the main thread, which may be blocked
+ * inside of the framework. So while a function runs in another thread, the handler here also sets a flag, which blocking
+ * collectives read.
  */
 #include "interrupt.h"
 
@@ -21,9 +21,9 @@ static void on_interrupt(int number, siginfo_t *info, void *context) {
 
 void allred_note_main_thread(void) { main_thread = PyThread_get_thread_ident(); }
 
-/* Whether the flag is set from now on: Python handles the signal, this is not the main thread, and no other thread has
- * set the handler. */
-static int watch(void) {
+/* Install the handler, and return 1: if Python handles the signal, this is not the main thread, and no other thread has
+ * installed it. */
+static int install_handler(void) {
   struct sigaction own = {.sa_sigaction = on_interrupt}, found;
   if (PyThread_get_thread_ident() == main_thread || sigaction(SIGINT, NULL, &found) < 0) return 0;
   if (found.sa_flags & SA_SIGINFO ? found.sa_sigaction == on_interrupt
@@ -37,9 +37,9 @@ static int watch(void) {
 }
 
 PyObject *allred_call_interruptibly(PyObject *function, PyObject *arguments) {
-  const int watches = watch();
+  const int installed = install_handler();
   PyObject *result = PyObject_CallObject(function, arguments);
-  if (watches) {
+  if (installed) {
     sigaction(SIGINT, &previous, NULL);
     interrupted = 0;
   }

@@ -3,6 +3,7 @@
 Expected values come from one process: each rank also trains on the global batches alone.
 """
 
+import functools
 import pathlib
 import tempfile
 
@@ -15,7 +16,7 @@ import allred
 import allred.keras
 from allred.errors import CheckpointError, DriftError, InputError, MismatchError, NonFiniteError
 from allred.keras import callbacks, distributed, raise_allred_errors
-from allred.keras.keras_callbacks import numpy_value
+from allred.keras.callback_mixins import numpy_value
 from allred.keras.variable_names import names_of
 
 allred.init(banner=False)
@@ -101,7 +102,35 @@ def accumulation_communicates_once_for_several_batches():
     np.testing.assert_allclose(weights(model), weights(alone), rtol=0, atol=1e-6)
     assert equal_on_all_ranks(weights(model))
     assert model.optimizer.allred.global_step == 4
-    assert int(numpy_value(model.optimizer.iterations)) == 2 * STEPS
+    assert int(numpy_value(model.optimizer.iterations)) == 4
+
+
+@case
+def accumulated_updates_have_the_full_size():
+    """Adam and averages of weights depend on the number of updates. An Embedding may have tf.IndexedSlices."""
+
+    def embedded(seed):
+        keras.utils.set_random_seed(seed)
+        layers = keras.layers.Embedding(20, 4), keras.layers.Flatten(), keras.layers.Dense(2)
+        return keras.Sequential([keras.Input((3,), dtype="int32"), *layers])
+
+    def integers(rank):
+        random = np.random.default_rng(rank)
+        return random.integers(0, 20, size=(24, 3)), random.normal(size=(24, 2)).astype(np.float32)
+
+    def floats(rank):
+        return tuple(each[:24] for each in rows(rank))
+
+    adam, sgd = (
+        functools.partial(keras.optimizers.Adam, 0.01, use_ema=True),
+        functools.partial(keras.optimizers.SGD, 0.1),
+    )
+    for make, data, optimizer in ((network, floats, adam), (embedded, integers, sgd)):
+        model, alone = make(RANK), make(0)
+        fit(model, distributed(optimizer(), accumulate=4), data(RANK), callbacks=[BROADCAST(0)])
+        everyone = tuple(np.concatenate(each) for each in zip(*map(data, range(SIZE)), strict=True))
+        fit(alone, optimizer(), everyone, 24 * SIZE)
+        np.testing.assert_allclose(weights(model), weights(alone), rtol=0, atol=1e-6)
 
 
 @case
@@ -143,10 +172,13 @@ def what_is_refused():
         with pytest.raises(InputError, match="expected an optimizer of Keras"):
             distributed(wrong)
     once = distributed(OPTIMIZERS["sgd"]())
-    with pytest.raises(InputError, match="averages gradients over the ranks already"):
+    with pytest.raises(InputError, match="this optimizer was already passed"):
         distributed(once)
     with pytest.raises(InputError, match="pass accumulate="):
         distributed(keras.optimizers.SGD(gradient_accumulation_steps=2))
+    if SIZE > 1:
+        with pytest.raises(InputError, match="train apart"):
+            fit(network(0), OPTIMIZERS["sgd"](), rows(RANK), callbacks=[BROADCAST(0)])
     with pytest.raises(InputError, match="compile the model"):
         callbacks.Checkpoints("unused", network(0))
 

@@ -30,6 +30,8 @@ class Fails(keras.callbacks.Callback):
             raise ArithmeticError("the reason")
         elif FAILURE in ("late", "interrupted"):
             time.sleep(20)
+        elif FAILURE == "terminated":
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def interrupt_later():
@@ -51,4 +53,11 @@ if FAILURE == "interrupted":
     except KeyboardInterrupt:
         print("KeyboardInterrupt in the program", flush=True)
         raise
+if FAILURE == "terminated":
+    checkpoints = allred.keras.callbacks.Checkpoints(sys.argv[2], model)
+    model.fit(
+        x, y, batch_size=4, verbose=0, epochs=2, initial_epoch=checkpoints.epoch, callbacks=[Fails(), checkpoints]
+    )
+    print(f"epoch {checkpoints.epoch}, step {model.optimizer.allred.global_step}", flush=True)
+    sys.exit()
 model.fit(x, y, batch_size=4, verbose=0, callbacks=[Fails()])

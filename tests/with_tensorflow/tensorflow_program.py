@@ -210,6 +210,25 @@ def operations_of_a_graph_have_numbers():
 
 
 @case
+def functions_and_branches_run_in_the_order_of_the_program():
+    first, second = tf.Variable(tf.fill([3], RANK + 1.0)), tf.Variable(tf.fill([3], 10.0 * (RANK + 1)))
+
+    @tf.function
+    def reduce(variable):
+        return hvd.allreduce(variable, op=hvd.Sum)
+
+    @tf.function
+    def all_of_them():
+        branches = [
+            tf.cond(first[0] > 0, lambda v=v: hvd.allreduce(v, op=hvd.Sum), lambda v=v: v * 1) for v in (first, second)
+        ]
+        return [reduce(first), reduce(second), *branches]
+
+    for _ in range(20):
+        assert [float(each[0]) for each in all_of_them()] == [TOTAL, 10 * TOTAL] * 2
+
+
+@case
 def jit_compile_is_refused():
     text = raised(allred.InputError, tf.function(hvd.allreduce, jit_compile=True), tf.zeros(2))
     assert "pass jit_compile=False" in text

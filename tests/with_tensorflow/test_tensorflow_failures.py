@@ -13,8 +13,8 @@ PROGRAM = pathlib.Path(__file__).with_name("tensorflow_failures_program.py")
 ENV = {"OMP_NUM_THREADS": "1", "KERAS_BACKEND": "tensorflow"}
 
 
-def run(failure, **env):
-    return testing.mpirun(2, PROGRAM, failure, env={**ENV, **env}, timeout_s=90)
+def run(*arguments, **env):
+    return testing.mpirun(2, PROGRAM, *arguments, env={**ENV, **env}, timeout_s=90)
 
 
 @pytest.mark.full
@@ -51,3 +51,10 @@ def test_ctrl_c_ends_a_wait():
     result = run("interrupted")
     assert result.code != 0
     assert "KeyboardInterrupt in the program" in result.text, result.text
+
+
+def test_sigterm_ends_training_within_an_epoch_that_begins_again(tmp_path):
+    for step in (3, 6):  # the second job is stopped in the same epoch
+        result = run("terminated", tmp_path)
+        assert result.code == 0, result.text
+        assert [line for line in result.out.splitlines() if line] == [f"epoch 0, step {step}"] * 2, result.text

@@ -12,8 +12,8 @@ from allred.errors import InputError
 from allred.horovod.process_sets import global_process_set
 from allred.modes.gradient_averager import GradientAverager
 from allred.tensorflow.array_reductions import ArrayReduction
-from allred.tensorflow.graph_calls import call, copy_of, label
-from allred.tensorflow.tensorflow_collectives import reduced_slices
+from allred.tensorflow.host_functions import call, copy_of, label
+from allred.tensorflow.tensorflow_collectives import gathered_slices
 
 
 class _WritableMemory:
@@ -37,7 +37,8 @@ def average(
     params: Sequence[Any] | None = None,
     checks_first: bool = True,
 ) -> tuple[list[Any], Any]:
-    """Return the averaged gradients; and whether they are used, or None if always. Collective.
+    """Return the averaged gradients; and a boolean tensor, False if the update is skipped, or None if no update can be
+    skipped. Collective.
 
     grads: tensors, or tf.IndexedSlices, whose rows of all ranks are returned. params: the variables of the gradients,
     which are compared between the ranks. checks_first: whether also in the first step.
@@ -46,6 +47,8 @@ def average(
         raise InputError(
             f"{averager.name}: gradients of TensorFlow are averaged in mode sync; this job is in mode {mode}"
         )
+    if averager.micro_steps > 1:
+        grads = [tf.convert_to_tensor(grad) for grad in grads]
     results = list(grads)
     sparse = [index for index, grad in enumerate(grads) if isinstance(grad, tf.IndexedSlices)]
     dense = [index for index in range(len(results)) if index not in set(sparse)]
@@ -58,7 +61,8 @@ def average(
     if sparse:
         process_set = averager.process_set or global_process_set
         with tf.control_dependencies([results[index] for index in dense]):  # see `reduced`
-            rows = reduced_slices([grads[index] for index in sparse], ArrayReduction(averager.op), process_set)
+            slices, name = [grads[index] for index in sparse], ", ".join(names[index] for index in sparse)
+            rows = gathered_slices(slices, ArrayReduction(averager.op), process_set, name)
         for index, result in zip(sparse, rows, strict=True):
             results[index] = result
     return results, used
@@ -73,13 +77,17 @@ def _dense(
 ) -> tuple[list[Any], Any]:
     tensors = [tf.convert_to_tensor(grad) for grad in grads]
     values = [] if params is None else [tf.convert_to_tensor(param) for param in params]
-    title = label("gradients", None) or averager.name
+    title, has_params, skips = label("gradients", None) or averager.name, params is not None, averager.skips
 
     def run(arrays: list[Array]) -> list[Array]:
         copies = [copy_of(array) for array in arrays[: len(names)]]
-        is_compared = params is not None and (checks_first or averager.global_step > 0)
+        is_compared = has_params and (checks_first or averager.global_step > 0)
         mine = dict(zip(names, map(_writable, arrays[len(names) :]), strict=True)) if is_compared else None
         used = averager.average(title, dict(zip(names, copies, strict=True)), mine, None)
+        if not used and not skips:
+            raise InputError(
+                f"{title}: a step is skipped, but the function was made for nonfinite='raise'; make it again"
+            )
         return [*copies, np.array(used)]
 
     specs = [*(tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors), tf.TensorSpec([], tf.bool)]
@@ -89,7 +97,7 @@ def _dense(
         return call(run, given, specs), _no_derivative
 
     *found, used = operation(*tensors, *values)
-    return found, used if averager.skips else None
+    return found, used if skips else None
 
 
 def _no_derivative(*upstream: Any) -> Any:

@@ -28,6 +28,7 @@ Function = Callable[[list[Array]], list[Array]]
 _ALIGNMENT = 64  # bytes, of memory that TensorFlow takes without a copy
 _numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of operations, by graph
 _last_error: BaseException | None = None
+_order_variable: Any = None
 _one_at_a_time = threading.Lock()  # a session of TensorFlow 1 may run several operations at once
 
 
@@ -72,11 +73,28 @@ def call(function: Function, tensors: Sequence[Any], results: Sequence[tf.Tensor
     def run(*arguments: Any) -> list[Array]:
         return _run(function, [np.asarray(argument) for argument in arguments])
 
-    with tf.device("/cpu:0"):
+    order = _order()
+    with tf.device("/cpu:0"), tf.control_dependencies([] if order is None else [order.assign_add(1)]):
         found = tf.numpy_function(run, list(tensors), [spec.dtype for spec in results], stateful=True)
+    if order is not None:
+        with tf.control_dependencies(found):
+            order.assign_add(1)
     for tensor, spec in zip(found, results, strict=True):
         tensor.set_shape(spec.shape)
     return list(found)
+
+
+def _order() -> Any:
+    """Return a variable that each operation in a `tf.function` changes before and after it runs: TensorFlow runs
+    functions, branches and operations that change one variable in the order of the program. None in a graph of
+    TensorFlow 1."""
+    global _order_variable
+    with tf.init_scope():  # outside of all functions
+        if not tf.executing_eagerly():
+            return None
+        if _order_variable is None:
+            _order_variable = tf.Variable(0, trainable=False, dtype=tf.int64, name="order_of_operations")
+    return _order_variable
 
 
 def _memory(tensor: Any) -> Array:
@@ -85,8 +103,8 @@ def _memory(tensor: Any) -> Array:
 
 
 def _as_tensor(array: Array) -> tf.Tensor:
-    """Return a tensor with the memory of an array that nothing else refers to, or a copy of a small one, or one whose
-    memory TensorFlow cannot take."""
+    """Return a tensor that has the memory of an array; small and unaligned arrays are copied. Nothing else may refer to
+    the array."""
     is_usual = array.dtype.kind in "fiu" and array.dtype.type.__module__ == "numpy"
     if array.nbytes < arena.MIN_BYTES or not is_usual or array.ctypes.data % _ALIGNMENT:
         return tf.convert_to_tensor(array)
@@ -105,15 +123,17 @@ def _run(function: Function, arguments: list[Array]) -> list[Array]:
 
 
 def original(error: BaseException) -> BaseException:
-    """Return the exception of allred, or Ctrl-C, that TensorFlow has reported with `error`; else `error` itself. While
-    it traces a function, it reports exceptions as StagingError."""
+    """Return the exception of allred, or KeyboardInterrupt, that TensorFlow replaced by `error`; else `error`. While it
+    traces a function, TensorFlow replaces exceptions by StagingError."""
+    global _last_error
     last = _last_error
     of_tensorflow = isinstance(error, tf.errors.OpError) or type(error).__module__.startswith("tensorflow.")
     if isinstance(last, KeyboardInterrupt):  # the main thread raises it too, while it makes the error of TensorFlow
         of_tensorflow = of_tensorflow or isinstance(error, RuntimeError)
     text = "KeyboardInterrupt" if isinstance(last, KeyboardInterrupt) else str(last)
-    if last is None or error is last or not of_tensorflow or text not in str(error):
+    if last is None or error is last or not of_tensorflow or not text or text not in str(error):
         return error
+    _last_error = None
     return last.with_traceback(error.__traceback__)
 
 
@@ -122,7 +142,8 @@ def _refuse_jit() -> None:
     global _last_error
     frame: Any = sys._getframe()
     while frame is not None:
-        owner = frame.f_locals.get("self")
+        of_framework = frame.f_globals.get("__name__", "").partition(".")[0] in ("keras", "tensorflow", "tf_keras")
+        owner = frame.f_locals.get("self") if of_framework else None
         if getattr(owner, "jit_compile", None) is True or getattr(owner, "_jit_compile", None) is True:
             _last_error = InputError(
                 "XLA cannot compile operations of allred for TensorFlow, but a function with jit_compile=True calls "
