@@ -1,7 +1,7 @@
 /*
  * Ctrl-C in a thread of TensorFlow or JAX. Python runs its handler of SIGINT in the main thread, which may be blocked
- * inside of the framework. So while a function runs in another thread, the handler here also sets a flag, which blocking
- * collectives read.
+ * inside of the framework. So while a function runs in another thread, the handler here also sets a flag, which
+ * blocking collectives read.
  */
 #include "interrupt.h"
 
