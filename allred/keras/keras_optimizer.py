@@ -87,7 +87,7 @@ def check(optimizer: Any) -> None:
 
 def replace_apply(optimizer: Any, reduce: Reduce, counts: bool) -> None:
     """Let an optimizer apply the gradients that `reduce` returns. counts: whether a call without an update counts in
-    `iterations`."""
+    `iterations`; not on JAX."""
     if not hasattr(optimizer, "apply"):
         return _replace_apply_gradients(optimizer, reduce, counts)
     apply, build = optimizer.apply, optimizer.build
@@ -135,14 +135,11 @@ def replace_apply(optimizer: Any, reduce: Reduce, counts: bool) -> None:
             is_reduced = False
         if used is None:
             return after
-        counter = next(i for i, variable in enumerate(optimizer.variables) if variable is optimizer.iterations)
-        chosen = [
+        before = trainable_variables, optimizer_variables
+        return tuple(
             [keras.ops.where(used, *pair) for pair in zip(new, old, strict=True)]
-            for new, old in zip(after, (trainable_variables, optimizer_variables), strict=True)
-        ]
-        if counts:
-            chosen[1][counter] = after[1][counter]
-        return tuple(chosen)
+            for new, old in zip(after, before, strict=True)
+        )
 
     optimizer.apply, optimizer.build = reduced_apply, noting_build
     if keras.backend.backend() == "jax":
