@@ -18,6 +18,7 @@ from allred.comm import functions
 from allred.comm.communicator import Communicator
 from allred.comm.ops import Compression as Encoding
 from allred.comm.process_set import ProcessSet as AllredProcessSet
+from allred.errors import InputError
 from allred.horovod import basics
 from allred.horovod.operators import Average, Sum, operator
 from allred.horovod.process_sets import (
@@ -72,8 +73,14 @@ def _differentiable(run: Callable[[list[Any]], list[Any]], gradient: _Gradient, 
 
 
 def tensors_of(values: Tensors) -> list[tf.Tensor]:
-    """Return tensors, such as the values of variables."""
-    return [tf.convert_to_tensor(value) for value in values]
+    """Return tensors, such as the values of variables. Raises InputError for values that have no dense array."""
+    for value in values:
+        if isinstance(value, (tf.RaggedTensor, tf.SparseTensor)):
+            raise InputError(f"a {type(value).__name__} is not supported; pass its values, or value.to_tensor()")
+    tensors = [tf.convert_to_tensor(value) for value in values]
+    if any(tensor.dtype == tf.string for tensor in tensors):
+        raise InputError("tensors of strings are not supported; use allgather_object or broadcast_object")
+    return tensors
 
 
 def _same(tensors: Tensors) -> list[tf.TensorSpec]:

@@ -229,6 +229,14 @@ def functions_and_branches_run_in_the_order_of_the_program():
 
 
 @case
+def values_without_a_dense_array_are_refused():
+    for value in (tf.constant(["a"]), tf.ragged.constant([[1.0], [2.0, 3.0]]), tf.sparse.from_dense([[1.0, 0.0]])):
+        for operation in (hvd.allreduce, hvd.allgather, hvd.reducescatter):
+            with pytest.raises(allred.InputError, match="not supported"):
+                operation(value)
+
+
+@case
 def jit_compile_is_refused():
     text = raised(allred.InputError, tf.function(hvd.allreduce, jit_compile=True), tf.zeros(2))
     assert "pass jit_compile=False" in text
