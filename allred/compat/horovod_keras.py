@@ -9,7 +9,7 @@ from allred.horovod.operators import Average
 from allred.horovod.process_sets import ProcessSet, global_process_set
 from allred.keras.horovod_keras_optimizer import horovod_keras_optimizer
 from allred.tensorflow.tensor_compression import TensorCompression as Compression
-from allred.tensorflow.tensor_reduction import check_groups
+from allred.tensorflow.tensor_reduction import check_groups, layers_of
 
 
 def PartialDistributedOptimizer(  # noqa: N802  (Horovod's name)
@@ -30,11 +30,9 @@ def PartialDistributedOptimizer(  # noqa: N802  (Horovod's name)
 ) -> Any:
     """As `DistributedOptimizer`, without the gradients of `local_layers`, a layer or a list of layers."""
     check_groups(0, groups)
-    layers = [] if local_layers is None else local_layers
-    layers = [layers] if hasattr(layers, "trainable_weights") else list(layers)
     return horovod_keras_optimizer(
         optimizer, name, compression, sparse_as_dense, op, gradient_predivide_factor, backward_passes_per_step,
-        average_aggregated_gradients, process_set, scale_local_gradients, layers,
+        average_aggregated_gradients, process_set, scale_local_gradients, layers_of(local_layers),
     )  # fmt: skip
 
 

@@ -4,11 +4,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from allred.errors import InputError
 from allred.horovod.operators import Average
 from allred.horovod.process_sets import ProcessSet, global_process_set
 from allred.tensorflow.tensor_compression import TensorCompression as Compression
-from allred.tensorflow.tensor_reduction import TensorReduction, check_groups, reference_of
+from allred.tensorflow.tensor_reduction import TensorReduction, check_groups, layers_of, reference_of
 
 
 class ReducedGradientTape(tf.GradientTape):
@@ -93,10 +92,7 @@ def PartialDistributedGradientTape(  # noqa: N802  (Horovod's name)
 
     Example: `tape = hvd.PartialDistributedGradientTape(tape, local_layers=model.layers[:1])`.
     """
-    layers = [] if local_layers is None else local_layers
-    layers = [layers] if hasattr(layers, "trainable_weights") else list(layers)
-    if wrong := [layer for layer in layers if not hasattr(layer, "trainable_weights")]:
-        raise InputError(f"local_layers: expected layers of Keras, got {wrong[0]!r}")
+    layers = layers_of(local_layers)
     tape = DistributedGradientTape(
         gradtape, device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor, num_groups,
         groups, process_set, scale_local_gradients,

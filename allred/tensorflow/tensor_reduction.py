@@ -2,7 +2,7 @@
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -126,6 +126,15 @@ def name_of(source: Any) -> str:
     """Return the name of a variable or tensor for messages."""
     found = getattr(source, "path", None) or getattr(tensorflow_variable(source), "name", None) or "gradient"
     return str(found).partition(":")[0]
+
+
+def layers_of(local_layers: Any) -> list[Any]:
+    """Return the argument `local_layers`, a layer of Keras or several, as a list. Raises InputError for others."""
+    layers = [] if local_layers is None else local_layers
+    layers = list(layers) if isinstance(layers, Iterable) else [layers]
+    if wrong := [layer for layer in layers if not hasattr(layer, "trainable_weights")]:
+        raise InputError(f"local_layers: expected layers of Keras, got {wrong[0]!r}")
+    return layers
 
 
 def check_groups(num_groups: Any, groups: Any) -> None:

@@ -315,6 +315,24 @@ def training_continues_from_a_checkpoint():
 
 
 @case
+def a_model_is_copied_saved_and_restored_without_fit():
+    directory = allred.broadcast_object(tempfile.mkdtemp())
+    model, other = network(RANK), network(RANK + 10)
+    for each in (model, other):
+        each.compile(distributed(OPTIMIZERS["adam"]()), loss="mse")
+    model.optimizer.allred.broadcast(model)
+    assert equal_on_all_ranks(weights(model))
+    x, y = rows(RANK)
+    model.train_on_batch(x[:ROWS], y[:ROWS])
+    model.optimizer.allred.save(directory, model)
+    allred.barrier()
+    assert other.optimizer.allred.restore(directory, other) == 1
+    assert weights(other).tobytes() == weights(model).tobytes()
+    pairs = zip(model.optimizer.variables, other.optimizer.variables, strict=True)
+    assert all(numpy_value(one).tobytes() == numpy_value(two).tobytes() for one, two in pairs)
+
+
+@case
 def names_do_not_depend_on_earlier_models():
     names = names_of(network(0, keras.layers.Dense(3), keras.layers.Dense(3)).weights)
     layers = ("dense", "dense_1", "dense_2")

@@ -160,6 +160,8 @@ def tapes():
     tape = hvd.DistributedGradientTape(tape)
     assert isinstance(tape, tf.GradientTape)
     tape.register_local_source(weight)
+    with pytest.raises(allred.InputError, match="expected layers of Keras, got 3"):
+        hvd.PartialDistributedGradientTape(tf.GradientTape(), local_layers=3)
     np.testing.assert_allclose(tape.gradient(loss, weight), [(RANK + 1) / SIZE] * 2)
     ((_, local),), others = tape.get_local_and_global_gradients(loss, [weight])
     np.testing.assert_allclose(local, [(RANK + 1) / SIZE] * 2, rtol=1e-6)
