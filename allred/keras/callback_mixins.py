@@ -18,7 +18,10 @@ def numpy_value(variable: Any) -> Any:
     """Return the value of a variable, tensor or number as a numpy array."""
     value = getattr(variable, "value", variable)
     value = value() if callable(value) else value  # of a variable of TensorFlow
-    value = value.detach() if hasattr(value, "detach") else value
+    if hasattr(value, "detach"):
+        from allred.torch.tensors import as_array
+
+        return as_array(value.detach().cpu())
     return np.asarray(value)
 
 
@@ -62,8 +65,10 @@ class BroadcastMixin(CallbackMixin):
     def on_train_begin(self, logs: Any = None) -> None:
         if self.model.built:
             self._broadcast()
+        elif not self._is_done and hasattr(self.model.optimizer, "allred"):
+            self.model.optimizer.allred.compares = False
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # Keras 2 may build the model here
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # Keras may build the model in the first batch
         self._broadcast()
 
     def _broadcast(self) -> None:
@@ -76,6 +81,8 @@ class BroadcastMixin(CallbackMixin):
         own = [variable for variable in self.model.weights if id(variable) not in self._local]
         broadcast_variables(names_of(own), own, self.root_rank)
         broadcast_variables(numbers_of(state), state, self.root_rank)
+        if hasattr(optimizer, "allred"):
+            optimizer.allred.compares = True
 
 
 class MetricAverageMixin(CallbackMixin):

@@ -43,6 +43,8 @@ class KerasAverager(GradientAverager):
         super().__init__("Keras", self._keras_state, weights=False, **options)
         self._keras_optimizer = optimizer
         self._model: Any = None  # of a session
+        self._raw: dict[str, Array] = {}  # see `keep_weights`
+        self.compares = True  # whether the ranks compare the weights; False before they are broadcast
 
     def average(
         self, title: str, grads: dict[str, Array], params: dict[str, Array] | None, samples: int | None
@@ -53,7 +55,7 @@ class KerasAverager(GradientAverager):
             )
         self._keras_state.is_reducing = True
         try:
-            return super().average(title, grads, params, samples)
+            return super().average(title, grads, params if self.compares else None, samples)
         finally:
             self._keras_state.is_reducing = False
 
@@ -69,6 +71,16 @@ class KerasAverager(GradientAverager):
             return values_of(names_of(model.weights), model.weights)
         except (RuntimeError, TypeError) as error:  # on JAX, after an error in fit()
             raise CheckpointError(f"{self.name}: Keras has lost the weights of the model ({error})") from error
+
+    def keep_weights(self) -> None:
+        """Keep the weights for the next checkpoint. At the end of training Keras replaces them by their moving averages
+        (use_ema=True), with which a training cannot go on."""
+        if getattr(getattr(self._keras_optimizer, "inner_optimizer", self._keras_optimizer), "use_ema", False):
+            self._raw = self._copy_weights(self._model)
+
+    def forget_weights(self) -> None:
+        """Forget the weights of `keep_weights`."""
+        self._raw = {}
 
     def _assign_weights(self, copies: dict[str, Array]) -> None:
         """Assign the weights of the model, which were restored or received."""
@@ -86,7 +98,7 @@ class KerasAverager(GradientAverager):
         return result
 
     def saving(self, params: Any, extra: Any, copy: bool = False) -> Any:
-        return super().saving(self._copy_weights(self._model), extra, copy)
+        return super().saving(self._raw or self._copy_weights(self._model), extra, copy)
 
     def save(self, directory: str | os.PathLike[str], params: Any) -> str | None:
         """Save a model and its optimizer; see `DistributedOptimizer.save`."""

@@ -166,10 +166,15 @@ def _replace_apply_gradients(optimizer: Any, reduce: Reduce, counts: bool) -> No
         def update() -> Any:
             return apply_gradients(zip(mean, variables, strict=True), *arguments, **options)
 
-        def skip() -> Any:
-            return optimizer.iterations.assign_add(1) if counts else optimizer.iterations.read_value()
+        def updated() -> Any:
+            done = update()  # an operation, a tensor or None
+            with tf.control_dependencies([] if done is None else [done]):
+                return tf.identity(optimizer.iterations)
 
-        return update() if used is None else tf.cond(used, update, skip)
+        def skipped() -> Any:
+            return tf.identity(optimizer.iterations.assign_add(1) if counts else optimizer.iterations)
+
+        return update() if used is None else tf.cond(used, updated, skipped)
 
     optimizer.apply_gradients = reduced_apply_gradients
 

@@ -44,6 +44,7 @@ class Checkpoints(keras.callbacks.Callback):
         self._session = Session(directory, save_secs=save_secs, save_steps=save_steps, keep=keep, log_steps=None)
         self._session.__enter__()
         self._session.track(params=model, optimizer=model.optimizer, epoch=self)
+        self._averager = model.optimizer.allred
         self._steps: Iterator[None] = self._session.steps(itertools.repeat(None))
 
     def state_dict(self) -> dict[str, Any]:
@@ -68,9 +69,14 @@ class Checkpoints(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if not self._is_stopped:  # in the middle of the epoch
             self.epoch = epoch + 1
+        self._averager.keep_weights()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._averager.forget_weights()
 
     def on_train_end(self, logs: Any = None) -> None:
         self._session.end()
+        self._averager.forget_weights()
 
     def _next_step(self) -> None:
         """End the current step, and begin the next one, or stop."""

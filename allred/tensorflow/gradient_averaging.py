@@ -30,6 +30,7 @@ def _writable(array: Array) -> Array:
     return np.asarray(_WritableMemory(array))
 
 
+@tf.autograph.experimental.do_not_convert
 def average(
     averager: GradientAverager,
     names: Sequence[str],

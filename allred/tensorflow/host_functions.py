@@ -9,10 +9,11 @@ TensorFlow reports an exception of a function in a graph as an error of its own 
 the exception itself.
 """
 
+import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ _ALIGNMENT = 64  # bytes, of memory that TensorFlow takes without a copy
 _numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of operations, by graph
 _last_error: BaseException | None = None
 _order_variable: Any = None
+_forward_order: list[Any] = []  # of `gradient_of`
 _one_at_a_time = threading.Lock()  # a session of TensorFlow 1 may run several operations at once
 
 
@@ -73,28 +75,50 @@ def call(function: Function, tensors: Sequence[Any], results: Sequence[tf.Tensor
     def run(*arguments: Any) -> list[Array]:
         return _run(function, [np.asarray(argument) for argument in arguments])
 
-    order = _order()
-    with tf.device("/cpu:0"), tf.control_dependencies([] if order is None else [order.assign_add(1)]):
+    order = order_of_operations()
+    with tf.device("/cpu:0"), tf.control_dependencies(_next(order)):
         found = tf.numpy_function(run, list(tensors), [spec.dtype for spec in results], stateful=True)
-    if order is not None:
         with tf.control_dependencies(found):
-            order.assign_add(1)
+            _next(order)
     for tensor, spec in zip(found, results, strict=True):
         tensor.set_shape(spec.shape)
     return list(found)
 
 
-def _order() -> Any:
-    """Return a variable that each operation in a `tf.function` changes before and after it runs: TensorFlow runs
-    functions, branches and operations that change one variable in the order of the program. None in a graph of
-    TensorFlow 1."""
+def order_of_operations() -> Any:
+    """Return the handle, in the current graph, of a variable that each operation in a `tf.function` changes before and
+    after it runs: TensorFlow runs functions, branches and operations that change one variable in the order of the
+    program. None in a graph of TensorFlow 1, and outside of graphs."""
     global _order_variable
+    if tf.executing_eagerly():
+        return None
     with tf.init_scope():  # outside of all functions
         if not tf.executing_eagerly():
             return None
         if _order_variable is None:
             _order_variable = tf.Variable(0, trainable=False, dtype=tf.int64, name="order_of_operations")
-    return _order_variable
+    if _forward_order:
+        return _forward_order[-1]
+    return tf.compat.v1.get_default_graph().capture(_order_variable.handle)
+
+
+@contextlib.contextmanager
+def gradient_of(order: Any) -> Iterator[None]:
+    """Make operations of a gradient. order: the result of `order_of_operations` where the operation itself was made.
+    The graph of a gradient of a branch or loop may refer to tensors of the graph of this branch or loop only."""
+    if order is None:
+        yield
+        return
+    _forward_order.append(order)
+    try:
+        yield
+    finally:
+        _forward_order.pop()
+
+
+def _next(order: Any) -> list[Any]:
+    """Change the variable of `order_of_operations`."""
+    return [] if order is None else [tf.raw_ops.AssignAddVariableOp(resource=order, value=tf.constant(1, tf.int64))]
 
 
 def _memory(tensor: Any) -> Array:

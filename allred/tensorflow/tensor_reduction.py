@@ -2,6 +2,7 @@
 
 import dataclasses
 import warnings
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,7 +24,8 @@ FUSED_COMPRESSION = {
     TensorCompression.int8: ops.Compression.int8, TensorCompression.int4: ops.Compression.int4,
 }  # fmt: skip
 
-_tape_averagers = world.Slot(dict[Any, GradientAverager])  # by names of the gradients, and arguments
+_Averagers = dict[Any, tuple[GradientAverager, list[Any]]]  # with weak references to the variables
+_tape_averagers = world.Slot(_Averagers)  # by names of the gradients, and arguments
 
 
 @dataclasses.dataclass
@@ -50,7 +52,7 @@ class TensorReduction:
         if self.gradient_predivide_factor != 1.0 and self.op is not Average:
             raise InputError("gradient_predivide_factor needs op=hvd.Average")
         self.local: set[Any] = set()  # references of variables whose gradients are not reduced
-        self._averagers: dict[Any, GradientAverager] = {}  # as _tape_averagers
+        self._averagers: _Averagers = {}
 
     @property
     def takes_part(self) -> bool:
@@ -95,19 +97,23 @@ class TensorReduction:
             return reduced(grads, reduction, self.compression, None, self.process_set, "grouped_allreduce")
         variables = [tensorflow_variable(source) for source in sources]
         is_trained = all(isinstance(variable, tf.Variable) for variable in variables)
-        averager = self._averager(tuple(names), encoding)
+        averager = self._averager(tuple(names), encoding, variables if is_trained else [])
         return average(averager, names, grads, variables if is_trained else None, checks_first=False)[0]
 
-    def _averager(self, names: tuple[str, ...], encoding: ops.Compression) -> GradientAverager:
+    def _averager(self, names: tuple[str, ...], encoding: ops.Compression, variables: list[Any]) -> GradientAverager:
+        """Return the averager of these gradients. Variables of another model with the same names have another one."""
         known = _tape_averagers.of(world.current()) if self.for_tape else self._averagers
         process_set = rank_set(self.process_set)
         key = names, self.op, encoding, process_set
-        if key not in known:
-            known[key] = GradientAverager(
+        averager, of = known.get(key, (None, []))
+        is_known = len(of) == len(variables) and all(ref() is one for ref, one in zip(of, variables, strict=True))
+        if averager is None or not is_known:
+            averager = GradientAverager(
                 "TensorFlow", GradientReceiver(), weights=False, name=self.name, op=self.op, nonfinite="ignore",
                 compression=encoding, process_set=process_set,
             )  # fmt: skip
-        return known[key]
+            known[key] = averager, [weakref.ref(variable) for variable in variables]
+        return averager
 
 
 def tensorflow_variable(source: Any) -> Any:

@@ -29,7 +29,7 @@ from allred.horovod.process_sets import (
     rank_set,
 )
 from allred.tensorflow.array_reductions import ArrayReduction
-from allred.tensorflow.host_functions import call, copy_of, label
+from allred.tensorflow.host_functions import call, copy_of, gradient_of, label, order_of_operations
 from allred.tensorflow.tensor_compression import TensorCompression as Compression
 from allred.tensorflow.tensor_compression import check_compression
 from allred.tensorflow.tensorflow_errors import as_tensorflow_error
@@ -66,7 +66,13 @@ def _differentiable(run: Callable[[list[Any]], list[Any]], gradient: _Gradient, 
 
     @tf.custom_gradient
     def operation(*arguments: Any) -> Any:
-        return run(list(arguments)), lambda *upstream: gradient([tf.convert_to_tensor(each) for each in upstream])
+        order = order_of_operations()
+
+        def backward(*upstream: Any) -> Any:
+            with gradient_of(order):
+                return gradient([tf.convert_to_tensor(each) for each in upstream])
+
+        return run(list(arguments)), backward
 
     found = operation(*tensors)
     return list(found) if isinstance(found, (list, tuple)) else [found]
@@ -231,7 +237,7 @@ def grouped_allgather(
 
     Example: `hvd.grouped_allgather([tf.ones(1), tf.ones(2)])`.
     """
-    return _gathered("grouped_allgather", tensors, name, process_set)
+    return _gathered("grouped_allgather", tensors, name, process_set) if tensors else []
 
 
 def _gathered(kind: str, values: Tensors, name: str | None, process_set: AnyProcessSet) -> list[Any]:
@@ -336,7 +342,10 @@ def alltoall(
     Example: on 2 ranks, `hvd.alltoall(tf.constant([hvd.rank(), 5]))` returns `[0, 1]` on rank 0.
     """
     (source,) = tensors_of([tensor])
-    counts = [] if splits is None else [tf.cast(splits, tf.int64)]
+    counts = [] if splits is None else [tf.convert_to_tensor(splits)]
+    if counts and not counts[0].dtype.is_integer:
+        raise InputError(f"alltoall: splits must be integers, but is {counts[0].dtype.name}")
+    counts = [tf.cast(each, tf.int64) for each in counts]
     received: list[Any] = []
 
     def exchange(communicator: Communicator, title: str, arrays: list[Array]) -> list[Array]:

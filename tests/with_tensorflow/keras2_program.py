@@ -68,15 +68,14 @@ def a_model_that_is_built_in_the_first_batch():
 
 @case
 def backward_passes():
-    model, alone = network(0, input_shape=(8,)), network(0, input_shape=(8,))
-    optimizer = hvd.DistributedOptimizer(
-        tf.keras.optimizers.SGD(0.05), backward_passes_per_step=4, average_aggregated_gradients=True
-    )
-    fit(model, optimizer, rows(RANK))
-    x, y = global_rows()
-    fit(alone, tf.keras.optimizers.SGD(0.05), (x, y), 4 * 6 * SIZE)
-    np.testing.assert_allclose(weights(model), weights(alone), rtol=0, atol=1e-6)
-    assert int(optimizer.iterations) == 8
+    for kind in (tf.keras.optimizers.SGD, tf.keras.optimizers.legacy.SGD):
+        model, alone = network(0, input_shape=(8,)), network(0, input_shape=(8,))
+        optimizer = hvd.DistributedOptimizer(kind(0.05), backward_passes_per_step=4, average_aggregated_gradients=True)
+        fit(model, optimizer, rows(RANK))
+        x, y = global_rows()
+        fit(alone, kind(0.05), (x, y), 4 * 6 * SIZE)
+        np.testing.assert_allclose(weights(model), weights(alone), rtol=0, atol=1e-6)
+        assert int(optimizer.iterations) == 8
 
 
 @case

@@ -100,6 +100,7 @@ def gradients_of_collectives():
         "broadcast": (lambda x: hvd.broadcast(x, 0), TOTAL / SIZE if RANK == 0 else 0.0),
         "group": (lambda x: hvd.grouped_allreduce([x, x])[1], TOTAL / SIZE),
     }
+    assert tf.function(lambda: hvd.grouped_allgather([]))() == []
     for name, (operation, expected) in operations.items():
         for wrap in EAGER_AND_GRAPH:
 
@@ -120,6 +121,49 @@ def gradients_of_collectives():
             loss = tf.reduce_sum(hvd.allreduce(weight**3))
         first = inner.gradient(loss, weight)
     np.testing.assert_allclose(outer.gradient(first, weight), 6 * weight, rtol=1e-6)
+
+
+@case
+def gradients_through_branches_and_loops():
+    weight = tf.Variable([1.0, 2.0])
+
+    def looped():
+        total = 0.0
+        for _ in tf.range(3):
+            total += tf.reduce_sum(hvd.allreduce(weight * (RANK + 1.0)))
+        return total
+
+    losses = {
+        "branch": lambda: tf.cond(
+            weight[0] > 0, lambda: tf.reduce_sum(hvd.allreduce(weight * (RANK + 1.0))), lambda: 0.0
+        ),
+        "loop": looped,
+        "map": lambda: tf.reduce_sum(tf.map_fn(lambda x: hvd.allreduce(x * weight * (RANK + 1.0)), tf.ones([3, 2]))),
+    }
+    for name, loss_of in losses.items():
+
+        @tf.function
+        def gradient(loss_of=loss_of):
+            with tf.GradientTape() as tape:
+                loss = loss_of()
+            return tape.gradient(loss, weight)
+
+        expected = (1 if name == "branch" else 3) * (RANK + 1.0)
+        np.testing.assert_allclose(gradient(), [expected] * 2, err_msg=name)
+
+
+@case
+def a_second_model_with_the_same_names():
+    """Its variables are broadcast after the first step, as programs for Horovod do, and are not compared before."""
+    for _ in range(2):
+        weight = tf.Variable([float(RANK)], name="weight")
+        for step in range(3):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(weight * weight)
+            weight.assign_sub(0.1 * hvd.DistributedGradientTape(tape).gradient(loss, [weight])[0])
+            if step == 0:
+                hvd.broadcast_variables([weight], root_rank=0)
+        assert len(set(hvd.allgather_object(float(weight[0])))) == 1
 
 
 @case
@@ -232,6 +276,8 @@ def functions_and_branches_run_in_the_order_of_the_program():
 
 @case
 def values_without_a_dense_array_are_refused():
+    with pytest.raises(allred.InputError, match="splits must be integers, but is float32"):
+        hvd.alltoall(tf.ones(SIZE), [1.5] * SIZE)
     for value in (tf.constant(["a"]), tf.ragged.constant([[1.0], [2.0, 3.0]]), tf.sparse.from_dense([[1.0, 0.0]])):
         for operation in (hvd.allreduce, hvd.allgather, hvd.reducescatter):
             with pytest.raises(allred.InputError, match="not supported"):
