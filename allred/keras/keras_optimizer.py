@@ -219,7 +219,8 @@ def _reduce_tensorflow(averager: KerasAverager) -> Reduce:
     from allred.tensorflow.gradient_averaging import average
 
     def reduce(names: list[str], grads: list[Any], values: list[Any] | None) -> tuple[list[Any], Any]:
-        return average(averager, names, grads, values)
+        found, used = average(averager, names, grads, values)
+        return found, used
 
     return reduce
 

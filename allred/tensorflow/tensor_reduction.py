@@ -98,7 +98,9 @@ class TensorReduction:
         variables = [tensorflow_variable(source) for source in sources]
         is_trained = all(isinstance(variable, tf.Variable) for variable in variables)
         averager = self._averager(tuple(names), encoding, variables if is_trained else [])
-        return average(averager, names, grads, variables if is_trained else None, checks_first=False)[0]
+        found: list[Any]
+        found, _ = average(averager, names, grads, variables if is_trained else None, checks_first=False)
+        return found
 
     def _averager(self, names: tuple[str, ...], encoding: ops.Compression, variables: list[Any]) -> GradientAverager:
         """Return the averager of these gradients. Variables of another model with the same names have another one."""
