@@ -44,6 +44,7 @@ class KerasAverager(GradientAverager):
         self._keras_optimizer = optimizer
         self._model: Any = None  # of a session
         self._raw: dict[str, Array] = {}  # see `keep_weights`
+        self.ordered = True  # see keras_optimizer.distributed
         self.compares = True  # whether the ranks compare the weights; False before they are broadcast
 
     def average(

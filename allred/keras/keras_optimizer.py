@@ -34,6 +34,7 @@ def distributed(
     nonfinite: str | None = None,
     compression: Compression = Compression.none,
     process_set: ProcessSet | None = None,
+    ordered: bool = True,
 ) -> Any:
     """Make an optimizer of Keras average gradients over all ranks before it applies them. Returns the same object.
 
@@ -48,6 +49,8 @@ def distributed(
         accumulate: the number of batches whose gradients are averaged before the ranks communicate and the optimizer
             makes its update. `optimizer.iterations` counts updates, so learning rate schedules of Keras advance by
             updates. gradient_accumulation_steps of Keras must not be used.
+        ordered: on JAX, False makes a step 1 to 2 ms faster; for programs whose training step has no other operation
+            of allred, and with steps_per_execution=1 (see `allred.jax.allreduce`). No effect on the other backends.
         op, name, nonfinite, compression, process_set: see `allred.distributed`. With a LossScaleOptimizer, which skips
             such steps itself, `nonfinite` has no effect.
 
@@ -64,6 +67,7 @@ def distributed(
         optimizer, accumulate=accumulate, name=name, op=op, nonfinite="ignore" if scales else nonfinite,
         compression=compression, process_set=process_set,
     )  # fmt: skip
+    averager.ordered = ordered
     optimizer.allred = averager
     replace_apply(optimizer, _REDUCERS[keras.backend.backend()](averager), counts=False)
     return optimizer
@@ -230,7 +234,7 @@ def _reduce_jax(averager: KerasAverager) -> Reduce:
 
     def reduce(names: list[str], grads: list[Any], values: list[Any] | None) -> tuple[list[Any], Any]:
         params = None if values is None else dict(zip(names, values, strict=True))
-        mean, used = average(averager, dict(zip(names, grads, strict=True)), params, None, True)
+        mean, used = average(averager, dict(zip(names, grads, strict=True)), params, None, averager.ordered)
         return [mean[name] for name in names], used
 
     return reduce

@@ -87,7 +87,7 @@ def training_equals_one_process_on_the_global_batches():
     names = OPTIMIZERS if keras.backend.backend() == "torch" else ("sgd", "average")  # compilation takes seconds
     for name in names:
         make = OPTIMIZERS[name]
-        model, alone = train(make), network(0)
+        model, alone = train(make, ordered=name != "sgd"), network(0)
         fit(alone, make(), global_rows(), ROWS * SIZE, epochs=2)
         assert equal_on_all_ranks(weights(model)), name
         np.testing.assert_allclose(weights(model), weights(alone), rtol=0, atol=1e-6, err_msg=name)
