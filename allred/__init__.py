@@ -31,6 +31,7 @@ _NAMES_BY_MODULE = {
     "allred.comm.root_functions": "gather reduce scatter",
     "allred.comm.shared_counter": "SharedCounter",
     "allred.comm.work": "Work",
+    "allred.embeddings.embedding": "Embedding",
     "allred.errors": (
         "AllredError CheckpointError CollectiveTimeout ConfigError DataError DriftError InputError MismatchError "
         "NonFiniteError NotInitializedError RanksChanged RemoteRankError ShutdownError"
@@ -48,7 +49,7 @@ _NAMES_BY_MODULE = {
     "allred.world": "is_initialized",
 }
 _MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
-_PACKAGES = ("checkpoint", "client", "config", "data", "errors", "optim", "ps", "session")
+_PACKAGES = ("checkpoint", "client", "config", "data", "embeddings", "errors", "optim", "ps", "session")
 
 __all__ = sorted([*_MODULES, "data", "optim"])
 

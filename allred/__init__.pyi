@@ -4,6 +4,7 @@ from allred import checkpoint as checkpoint
 from allred import client as client
 from allred import config as config
 from allred import data as data
+from allred import embeddings as embeddings
 from allred import errors as errors
 from allred import optim as optim
 from allred import ps as ps
@@ -64,6 +65,7 @@ from allred.comm.process_set import ProcessSet
 from allred.comm.root_functions import gather, reduce, scatter
 from allred.comm.shared_counter import SharedCounter
 from allred.comm.work import Work
+from allred.embeddings.embedding import Embedding
 from allred.errors import (
     AllredError,
     CheckpointError,
@@ -95,7 +97,7 @@ __version__: str
 
 __all__ = [
     "AllredError", "Average", "CheckpointError", "ClusterSpec", "CollectiveTimeout", "Compression", "ConfigError",
-    "DataError", "DistributedOptimizer", "DriftError", "GradScaler", "InputError", "Join", "Max", "Min",
+    "DataError", "DistributedOptimizer", "DriftError", "Embedding", "GradScaler", "InputError", "Join", "Max", "Min",
     "MismatchError", "NonFiniteError", "NotInitializedError", "ProcessSet", "Product", "RanksChanged", "ReduceOp",
     "RemoteRankError",
     "SampleStatistics", "Server", "Session", "SharedCounter", "ShutdownError", "Sum", "Towers", "Work", "allgather",

@@ -49,7 +49,8 @@
 #endif
 
 static const allred_rule rules[] = {
-    {"sgd", 3, 2, 4}, {"adagrad", 3, 3, 3}, {"rmsprop", 5, 3, 5}, {"adam", 4, 4, 6}, {"adamw", 4, 4, 6},
+    {"sgd", 3, 2, 4, 0},  {"adagrad", 3, 3, 3, 0}, {"rmsprop", 5, 3, 5, 0},
+    {"adam", 4, 4, 6, 0}, {"adamw", 4, 4, 6, 0},   {"row_wise_adagrad", 3, 3, 3, 1},
 };
 
 const allred_rule *allred_find_rule(const char *name) {

@@ -12,6 +12,9 @@
  *             lr, momentum, nesterov (0 or 1), weight_decay
  *   adagrad   sum
  *             lr, eps, weight_decay
+ *   row_wise_adagrad
+ *             sum, one element for all
+ *             lr, eps, weight_decay
  *   rmsprop   square_avg, [grad_avg], [momentum_buffer]
  *             lr, decay, eps, momentum, weight_decay
  *   adam      exp_avg, exp_avg_sq
@@ -25,15 +28,17 @@ typedef struct {
   const char *name;
   int arrays, needed; /* the first `needed` arrays must not be NULL */
   int numbers;
+  int slot_per_row; /* whether a slot has one element for all elements of the arrays, which are a row */
 } allred_rule;
 
 /* Return the rule of this name, or NULL. */
 const allred_rule *allred_find_rule(const char *name);
 
 /*
- * Update the parameter and the slots, of `count` elements each; the gradient is only read. No two arrays may overlap;
- * none needs to be aligned. The results have the bits that numpy gives for the same steps: every result, and every
- * number, is rounded to the type of the elements. Only which of several NaNs results may differ.
+ * Update the parameter and the slots, of `count` elements each (but see slot_per_row); the gradient is only read. No
+ * two arrays may overlap; none needs to be aligned. The results have the bits that numpy gives for the same steps:
+ * every result, and every number, is rounded to the type of the elements. Only which of several NaNs results may
+ * differ.
  */
 typedef void (*allred_update)(void *const *arrays, const double *numbers, size_t count);
 

@@ -86,6 +86,35 @@ LOOP NAME(adam_loop)(void *const *arrays, const double *numbers, size_t count, i
   }
 }
 
+#ifndef __CUDACC__
+/* The squares are added in 8 sums, element i to sum i % 8; then the upper half of the sums to the lower half, three
+ * times. So vectors are used, and numpy can compute the same bits. */
+LOOP NAME(row_wise_adagrad_loop)(void *const *arrays, const double *numbers, size_t count, int decays) {
+  STORED *param = (STORED *)arrays[0], *sum = (STORED *)arrays[2];
+  const STORED *grad = (const STORED *)arrays[1];
+  const REAL lr = (REAL)numbers[0], eps = (REAL)numbers[1], weight_decay = (REAL)numbers[2];
+  REAL sums[8] = {0};
+  size_t i = 0;
+  for (; i + 8 <= count; i += 8)
+    for (size_t lane = 0; lane < 8; lane++) {
+      const REAL g = decays ? param[i + lane] * weight_decay + grad[i + lane] : grad[i + lane];
+      sums[lane] += g * g;
+    }
+  for (size_t lane = 0; i < count; lane++, i++) {
+    const REAL g = DECAYED_GRADIENT;
+    sums[lane] += g * g;
+  }
+  for (size_t width = 4; width; width /= 2)
+    for (size_t lane = 0; lane < width; lane++) sums[lane] += sums[lane + width];
+  const REAL s = *sum + sums[0] / (REAL)count, root = ROOT(s) + eps;
+  *sum = s;
+  EACH(count) {
+    const REAL g = DECAYED_GRADIENT;
+    param[i] -= g / root * lr;
+  }
+}
+#endif
+
 KERNEL NAME(sgd)(void *const *arrays, const double *numbers, size_t count){
     FIX(decays, numbers[3] != 0,
         FIX(has_momentum, arrays[2] != NULL,
@@ -93,6 +122,11 @@ KERNEL NAME(sgd)(void *const *arrays, const double *numbers, size_t count){
 
 KERNEL NAME(adagrad)(void *const *arrays, const double *numbers,
                      size_t count){FIX(decays, numbers[2] != 0, NAME(adagrad_loop)(arrays, numbers, count, decays))}
+
+#ifndef __CUDACC__
+KERNEL NAME(row_wise_adagrad)(void *const *arrays, const double *numbers, size_t count){
+    FIX(decays, numbers[2] != 0, NAME(row_wise_adagrad_loop)(arrays, numbers, count, decays))}
+#endif
 
 KERNEL NAME(rmsprop)(void *const *arrays, const double *numbers, size_t count){
     FIX(decays, numbers[4] != 0,
@@ -109,7 +143,8 @@ KERNEL NAME(adamw)(void *const *arrays, const double *numbers, size_t count) {
 
 /* In the order of `rules` in update.c. */
 #ifndef __CUDACC__
-static const allred_update NAME(kernels)[] = {NAME(sgd), NAME(adagrad), NAME(rmsprop), NAME(adam), NAME(adamw)};
+static const allred_update NAME(kernels)[] = {NAME(sgd),  NAME(adagrad), NAME(rmsprop),
+                                              NAME(adam), NAME(adamw),   NAME(row_wise_adagrad)};
 #endif
 
 #undef LOOP

@@ -94,13 +94,17 @@ class ShardInfo:
         return cls(**{**value, "entries": entries})
 
 
-def shard_name(index: int, of: int) -> str:
+def shard_name(index: int, of: int, prefix: str = "shard") -> str:
     """Return the file name of shard `index`, counted from 0, out of `of`."""
-    return f"shard-{index:05d}-of-{of:05d}.safetensors"
+    return f"{prefix}-{index:05d}-of-{of:05d}.safetensors"
 
 
 def write_shard(
-    directory: str | os.PathLike[str], index: int, of: int, entries: Iterable[tuple[Entry, Array]]
+    directory: str | os.PathLike[str],
+    index: int,
+    of: int,
+    entries: Iterable[tuple[Entry, Array]],
+    prefix: str = "shard",
 ) -> ShardInfo:
     """Write one shard into the directory that `begin` made, and sync it to disk. An error removes the file.
 
@@ -108,7 +112,7 @@ def write_shard(
 
     directory: the result of `begin`. index, of: the number of the shard, 0 <= index < of, and the number of shards.
     entries: pairs of an entry and its array: of the entry's dtype, with stop - start elements, of any shape and layout.
-    The arrays must not change during the call. Contiguous arrays are not copied. May be empty.
+    The arrays must not change during the call. Contiguous arrays are not copied. May be empty. prefix: of the file.
     Returns the ShardInfo for `commit`.
     Raises InputError: an array does not match its entry, or an entry is given twice. Nothing is written. Raises
     CheckpointError: the file cannot be written, or exists.
@@ -122,7 +126,7 @@ def write_shard(
             raise InputError(f"write_shard: elements {entry.start} to {entry.stop} of {entry.title} are given twice")
         tensors[entry.key] = _stored(entry, array)
         listed.append(entry)
-    path = pathlib.Path(directory) / shard_name(index, of)
+    path = pathlib.Path(directory) / shard_name(index, of, prefix)
     with file_errors("write_shard: creating", path):
         file = open(path, "xb", buffering=0)  # noqa: SIM115
     try:

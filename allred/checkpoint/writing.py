@@ -22,7 +22,7 @@ import os
 import pathlib
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from allred.arrays import Array
@@ -66,11 +66,17 @@ def begin(root: str | os.PathLike[str], step: int) -> pathlib.Path:
 
 
 def write(
-    root: str | os.PathLike[str], step: int, entries: Iterable[tuple[Entry, Array]], meta: dict[str, Any] | None = None
+    root: str | os.PathLike[str],
+    step: int,
+    entries: Iterable[tuple[Entry, Array]],
+    meta: dict[str, Any] | None = None,
+    write_more: Callable[[pathlib.Path], dict[str, Any]] = lambda directory: {},
 ) -> pathlib.Path:
-    """Call `begin`, `write_shard` and `commit` for a single shard. See these for arguments and errors."""
+    """Call `begin`, `write_shard` and `commit` for a single shard. See these for arguments and errors. write_more:
+    writes other files into the directory, and returns what to add to `meta`."""
     directory = begin(root, step)
     try:
+        meta = {**(meta or {}), **write_more(directory)}
         return commit(directory, step, [write_shard(directory, 0, 1, entries)], meta)
     except BaseException:
         abandon(directory)

@@ -41,6 +41,7 @@ KINDS = (
     *("barrier", "parameters", "step", "shutdown", "allgather_object", "broadcast_object", "join"),
     "step_allreduce",  # a step whose header exchange and allreduce are one operation
     *("reduce", "gather", "scatter", "argmax", "argmin", "cumsum", "statistics", "allreduce_with"),
+    "table",  # a call of an embedding table
 )
 _LAYOUT = struct.Struct("<QBBBBiQQQQQQ")
 _REFUSED_CHARS = 40

@@ -7,7 +7,7 @@ import functools
 import inspect
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from allred.comm.communicator import Communicator
 from allred.comm.ops import Compression, ReduceOp
 from allred.comm.process_set import ProcessSet
 from allred.data.loader import claim_samples
+from allred.embeddings.embedding import Embedding
 from allred.errors import AllredError, InputError, MismatchError
 from allred.modes.clipping import GradScaler
 from allred.modes.detect.mistake_checks import MistakeChecks
@@ -76,6 +77,7 @@ class _Distributed:
             optimizer's state is in memory once per node, not once per rank. The results have the same bits. For
             elementwise optimizers of allred.optim with numpy arrays; others print one message and are not sharded. Mode
             sync only. See `opt.share`.
+        tables: the `allred.Embedding` tables whose rows the steps update too (docs/embeddings.md).
 
     Mode ps only (docs/modes.md); each has a setting of that name:
         consistency: allred.ps.Async(), allred.ps.Bounded(staleness=...) or allred.ps.Sync(replicas_to_aggregate=...);
@@ -121,10 +123,12 @@ class _Distributed:
         fragments: int = 1,
         delay: int = 0,
         mix: float = 0.5,
+        tables: Sequence[Embedding] = (),
     ) -> Any:
         options = StepOptions(
             name, op, accumulate, bucket_bytes, nonfinite, process_set, compression, error_feedback,
             clip_norm, scaler, consistency, placement, use_locking, sharded, every, outer, fragments, delay, mix,
+            tables,
         )  # fmt: skip
         if target is _NOTHING:
             return lambda later: _wrap(later, options)

@@ -16,6 +16,7 @@ import numpy as np
 
 from allred import arrays, checkpoint, log, nest
 from allred.checkpoint import MissingPackageError, SavedTensors
+from allred.checkpoint.table_rows import tables_in
 from allred.comm import functions
 from allred.errors import AllredError, CheckpointError, InputError
 from allred.gpu import device_arrays as gpu
@@ -25,11 +26,13 @@ from allred.ps.variable import checkpoint_names
 
 class Restored(NamedTuple):
     """step: of the checkpoint. extra: the object that was passed to `saving`. everywhere: whether all ranks have loaded
-    it; else only rank 0 has."""
+    it; else only rank 0 has. tables: see `checkpoint.tables_in`."""
 
     step: int
     extra: Any
     everywhere: bool
+    path: pathlib.Path
+    tables: dict[str, Any]
 
 
 def load_newest(
@@ -37,15 +40,15 @@ def load_newest(
     optimizer: Any,
     params: Any,
     load_state: Callable[[Any], None],
-    check_extra: Callable[[Any, pathlib.Path], None],
+    check: Callable[[SavedTensors, Any, pathlib.Path], None],
     everywhere: bool,
 ) -> Restored | None:
     """Load the newest undamaged checkpoint: the state of the optimizer by `load_state`, then the parameters. Returns
     None if there is none. Collective.
 
-    check_extra: called with the `extra` and the path, before anything changes. everywhere: whether all ranks load it if
-    they see it.
-    Raises CheckpointError, and errors of allred of `load_state` and `check_extra`, the same on all ranks; `params` have
+    check: called with the content, the `extra` and the path, before anything changes. everywhere: whether all ranks
+    load it if they see it.
+    Raises CheckpointError, and errors of allred of `load_state` and `check`, the same on all ranks; `params` have
     not changed then.
     """
     found = _read_newest(directory, everywhere)
@@ -55,7 +58,7 @@ def load_newest(
     loaded = None
     if content is not None:
         try:
-            loaded = _Loaded(path, content, optimizer, params, check_extra)
+            loaded = _Loaded(path, content, optimizer, params, check)
         except AllredError as error:
             failure = error
     _raise_first(failure)
@@ -67,7 +70,9 @@ def load_newest(
     _raise_first(failure)
     if loaded is not None:
         loaded.copy_params()
-    result = None if loaded is None else Restored(loaded.step, loaded.extra, shared)
+    result = None
+    if loaded is not None and content is not None:
+        result = Restored(loaded.step, loaded.extra, shared, path, tables_in(content.meta))
     return result if shared else functions.broadcast_object(result, functions.current().ranks[0])
 
 
@@ -161,7 +166,7 @@ class _Loaded:
         content: SavedTensors,
         optimizer: Any,
         params: Any,
-        check_extra: Callable[[Any, pathlib.Path], None],
+        check: Callable[[SavedTensors, Any, pathlib.Path], None],
     ) -> None:
         self._path, self._optimizer, self._content = path, optimizer, content
         self.step = content.step
@@ -169,7 +174,7 @@ class _Loaded:
         self._named, self._paths = _named_as_in(content, nest.leaves(params))
         _check_parameters(self._named, content.params, path)
         self.extra = self._call(lambda: checkpoint.unpickle_extra(content.pickled))
-        check_extra(self.extra, path)
+        check(content, self.extra, path)
 
     def load_state(self, load_state: Callable[[Any], None]) -> None:
         content = self._content

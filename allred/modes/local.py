@@ -40,8 +40,6 @@ class LocalMode(SyncMode):
     """Mode local of one optimizer. Arguments: as of SyncMode; the options of the inner steps have no compression.
     rounds: made with the options of the rounds."""
 
-    saves_in_rounds = True
-
     def __init__(self, *arguments: Any, rounds: Rounds) -> None:
         super().__init__(*arguments)
         self._rounds, self._replica = rounds, None
@@ -202,6 +200,10 @@ class LocalMode(SyncMode):
         super().load_state_dict(state)
         self._restart()
         self._rounds.reset_outer()
+
+    @property
+    def saves_in_rounds(self) -> bool:
+        return True
 
     def before_checkpoint(self) -> None:
         self._complete_step()

@@ -11,14 +11,18 @@ import os
 import pathlib
 import secrets
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from allred import log, nest, world
+from allred.checkpoint import SavedTensors
+from allred.checkpoint.table_rows import tables_in
 from allred.comm import functions
 from allred.comm.communicator import Communicator
 from allred.comm.header import hash_text
 from allred.comm.ops import Compression, ReduceOp
+from allred.embeddings.embedding import Embedding, TableLink
+from allred.embeddings.row_store import widths
 from allred.errors import CheckpointError, InputError, MismatchError, NonFiniteError, RanksChanged
 from allred.modes.clipping import Clipper
 from allred.modes.detect.mistake_checks import restored, updates_of
@@ -47,8 +51,21 @@ def _without_more(extra: Any) -> Any:
     return extra[_EXTRA] if isinstance(extra, dict) and _EXTRA in extra else extra
 
 
-def _check_parts(names: Iterable[str], extra: Any, path: pathlib.Path) -> None:
-    """Raise CheckpointError if a checkpoint lacks one of the parts of `session_parts`."""
+def _check_parts(
+    names: Iterable[str], tables: Sequence[Embedding], content: SavedTensors, extra: Any, path: pathlib.Path
+) -> None:
+    """Raise CheckpointError if a checkpoint lacks one of the parts of `session_parts`, or a table."""
+    saved = tables_in(content.meta)
+    for table in tables:
+        if table.name not in saved:
+            raise CheckpointError(f"{path} is of another model: it has no table {table.name!r}, only {list(saved)}")
+        own = widths(table.form)
+        for part in saved[table.name]["parts"]:
+            found = {each["slot"].lstrip("\0"): tuple(each["shape"][1:]) for each in part["entries"]}
+            if found != own:
+                raise CheckpointError(
+                    f"{path} is of another model: the rows of table {table.name!r} have {found} in it, and {own} here"
+                )
     parts = _without_more(extra) or {}
     if missing := [name for name in names if not parts.get(f"'{name}'", [None])[0]]:
         raise CheckpointError(
@@ -95,8 +112,17 @@ class DistributedOptimizer:
         self._updates = updates_of(optimizer)  # also counts the updates of an optimizer whose wrapper is never used
         self._chosen: Mode | None = None
         self._alone: Communicator | None = None  # of this rank, which trains in rounds
+        for table in self._options.tables:
+            table.attach(self)
         if context.serves():
             self._serve()
+
+    @property
+    def table_link(self) -> TableLink:
+        """Internal: the way to the rows of the tables."""
+        link = self._get_mode().table_link
+        assert link is not None  # attached tables are in the options
+        return link
 
     def _serve(self) -> NoReturn:
         from allred.modes.ps_join import serve_until_done  # imports MPI
@@ -131,7 +157,7 @@ class DistributedOptimizer:
         options = self._options
         given = {
             f"op=allred.{options.op.name.title()}": options.op is not ReduceOp.AVERAGE, "sharded=True": options.sharded,
-            "process_set": self.process_set is not None,
+            "process_set": self.process_set is not None, "tables": bool(options.tables),
         }  # fmt: skip
         if wrong := [name for name, is_given in given.items() if is_given]:
             raise InputError(
@@ -372,7 +398,7 @@ class DistributedOptimizer:
         """Internal, for recovery.RecoverableOptimizer: which of its arguments cannot be recovered; "" if none."""
         given = {
             "accumulate": self._accumulator.micro_steps > 1, "sharded": self._options.sharded,
-            "process_set": self.process_set is not None,
+            "process_set": self.process_set is not None, "tables": bool(self._options.tables),
         }  # fmt: skip
         return ", ".join(name for name, is_given in given.items() if is_given)
 
@@ -508,6 +534,8 @@ class DistributedOptimizer:
     def forget_gradients(self) -> None:
         """Internal: drop accumulated gradients; they belong to the parameters before the restore."""
         self._accumulator.clear()
+        for table in self._options.tables:
+            table.forget_lookups()
 
     def _require_state(self) -> None:
         if not has_state(self.optimizer):
@@ -515,15 +543,23 @@ class DistributedOptimizer:
 
     def save(self, directory: str | os.PathLike[str], params: Any) -> str | None:
         """Write a checkpoint of parameters and optimizer into a new directory in `directory`. Returns its path on
-        worker 0, which writes, and None on the others, which need not call it.
+        worker 0, which writes, and None on the others, which need not call it; with embedding tables in mode sync all
+        ranks call it.
 
         In mode ps each server writes its part, so `directory` must be visible to all. A checkpoint can be restored in
         either mode, on any number of ranks or servers. Raises CheckpointError.
         """
         self._require_state()
-        if functions.current(self.process_set).rank != 0:
+        if not self._begin_save():
             return None
         return self.saving(params, None)(os.fspath(directory))
+
+    def _begin_save(self) -> bool:
+        """Begin to write a checkpoint. Return whether this rank writes it. Collective with embedding tables in mode
+        sync."""
+        if self._options.tables:
+            self._get_mode().before_checkpoint()
+        return functions.current(self.process_set).rank == 0
 
     def restore(self, directory: str | os.PathLike[str], params: Any) -> int | None:
         """Restore parameters and optimizer on all ranks from the newest complete checkpoint. Collective. Gradients that
@@ -542,7 +578,8 @@ class DistributedOptimizer:
         self._require_state()
         with functions.within(self.process_set):
             first, control = functions.current().ranks[0], self._get_mode()
-            check = functools.partial(_check_parts, others)
+            tables = self._options.tables
+            check = functools.partial(_check_parts, others, tables)
             found = load_newest(
                 directory, self.optimizer, params, control.load_new_state, check, everywhere=control.is_lockstep
             )
@@ -552,8 +589,11 @@ class DistributedOptimizer:
                 self._begin_with(params, first, values=False)
             else:
                 self.broadcast(params)
-            if step is not None and functions.current().rank == 0:
+            is_first = functions.current().rank == 0
+            if step is not None and is_first:
                 control.count_from(step)
+            if found is not None and tables and (is_first or control.is_lockstep):
+                self.table_link.load(found.path, found.tables, found.everywhere)
             self._meta["training"] = functions.broadcast_object(secrets.token_hex(8), first)
             if step is not None:
                 restored(self.optimizer)

@@ -18,6 +18,7 @@ from allred.comm.communicator import Communicator
 from allred.comm.ops import Compression, ReduceOp
 from allred.comm.process_set import ProcessSet
 from allred.config import choices, parse_bytes
+from allred.embeddings.embedding import Embedding, TableLink
 from allred.errors import AllredError, InputError
 from allred.fusion import Tensor
 from allred.modes.clipping import GradScaler
@@ -57,6 +58,7 @@ class StepOptions:
     fragments: int = 1
     delay: int = 0
     mix: float = 0.5
+    tables: Sequence[Embedding] = ()
     ops: ClassVar[tuple[ReduceOp, ...]] = (ReduceOp.AVERAGE, ReduceOp.SUM)  # that `op` may be
 
     def __post_init__(self) -> None:
@@ -65,6 +67,7 @@ class StepOptions:
         self._replace("accumulate", integer("accumulate", self.accumulate, 1, "it counts micro-steps"))
         self._replace("bucket_bytes", _size(self.bucket_bytes))
         self._check_rounds()
+        self._check_tables()
         if self.clip_norm is not None:
             self._replace("clip_norm", positive("allred.distributed", "clip_norm", self.clip_norm))
         if self.scaler is not None:
@@ -121,6 +124,23 @@ class StepOptions:
         if not (isinstance(self.mix, (numbers.Real, np.floating)) and 0 <= self.mix < 1):
             raise InputError(f"mix={self.mix!r} must be a number from 0, and less than 1")
 
+    def _check_tables(self) -> None:
+        if isinstance(self.tables, Embedding) or not all(isinstance(table, Embedding) for table in self.tables):
+            raise InputError(f"{self.name}: tables={self.tables!r:.80} must be a list of allred.Embedding")
+        self._replace("tables", tuple(self.tables))
+        names = [table.name for table in self.tables]
+        if len(set(names)) < len(names):
+            raise InputError(f"{self.name}: two of the tables {names} have the same name; give each its own")
+        given = {
+            "accumulate": self.accumulate > 1, "clip_norm": self.clip_norm is not None, "scaler": self.scaler,
+            "process_set": self.process_set is not None,
+        }  # fmt: skip
+        if self.tables and (wrong := [name for name, is_given in given.items() if is_given]):
+            raise InputError(
+                f"{self.name}: {', '.join(wrong)} cannot be used with tables, whose gradients it would not include; "
+                "leave one of the two out"
+            )
+
     def with_settings(self, settings: Any) -> "StepOptions":
         """Return the options of mode local, with the settings in place of None. Raises InputError."""
         every = settings.local_steps if self.every is None else self.every
@@ -167,7 +187,7 @@ class StepOptions:
 
     def describe(self, optimizer: Any) -> bytes | str:
         """Pickle the options and the optimizer for a server in `Server.join()`; return the reason if that fails."""
-        options = dataclasses.replace(self, placement=None, process_set=None, scaler=None)
+        options = dataclasses.replace(self, placement=None, process_set=None, scaler=None, tables=())
         try:
             return pickle.dumps((options, optimizer))
         except Exception as error:  # any exception of a class of the user
@@ -224,7 +244,11 @@ class SessionSupport(ABC):
     """The operations of an optimizer that a Session needs, and a training loop without a session does not."""
 
     is_lockstep: ClassVar[bool]  # whether all ranks make every step together
-    saves_in_rounds: ClassVar[bool] = False  # whether checkpoints are written after `before_checkpoint` only
+
+    @property
+    def saves_in_rounds(self) -> bool:
+        """Whether checkpoints are written after `before_checkpoint` only."""
+        return False
 
     @property
     @abstractmethod
@@ -259,7 +283,7 @@ class SessionSupport(ABC):
         return True
 
     def before_checkpoint(self) -> None:  # noqa: B027
-        """Mode local: make all ranks equal. Collective."""
+        """Mode local: make all ranks equal. Embedding tables in mode sync: send the rows to rank 0. Collective."""
 
     # Without effect in mode sync.
 
@@ -327,6 +351,11 @@ class Mode(SessionSupport):
         return False
 
     def complete_round(self, params: Any, has_state: bool) -> int | None:
+        return None
+
+    @property
+    def table_link(self) -> TableLink | None:
+        """The way to the rows of the tables of this optimizer; None without tables."""
         return None
 
     def begin_world(self) -> None: ...

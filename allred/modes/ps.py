@@ -27,6 +27,7 @@ from allred.modes.detect.mistake_checks import used
 from allred.modes.match import parameter
 from allred.modes.options import Mode, StepInput, StepOptions
 from allred.modes.ps_payload import HostStaging, PushedGradients, PushedLearningRate
+from allred.modes.server_tables import ServerTables
 from allred.native import arena_attach
 from allred.optim.base import Optimizer, load_new_state, splittable
 from allred.ps import context, protocol, shm_transport
@@ -34,6 +35,7 @@ from allred.ps.context import Context
 from allred.ps.placement import place
 from allred.ps.protocol import ServerStatistics, Statistics
 from allred.ps.shard import Parts
+from allred.ps.table_cells import TableGradient
 from allred.ps.variable import checkpoint_names, describe, places
 from allred.watch import exit as exit_protocol
 from allred.wording import count
@@ -75,6 +77,7 @@ class PsMode(Mode):
         self._changes = ParameterChanges()
         self._ended_at = 0.0  # when the step before ended
         self._staging = HostStaging()
+        self._tables = ServerTables(options.tables, self._title, self._context.servers) if options.tables else None
 
     # The start.
 
@@ -147,7 +150,12 @@ class PsMode(Mode):
         described = options.describe(self._optimizer) if sends_optimizer else b""
         agreement = options.agreement(self._optimizer, settings)
         arena.learn(gradient.elements * gradient.dtype.itemsize for gradient in self._gradients.tensors)
-        client.register(protocol.Register(placement, skeleton, agreement, described, shm_transport.offer_arena()))
+        forms = tuple(table.form for table in options.tables)
+        client.register(
+            protocol.Register(placement, skeleton, agreement, described, shm_transport.offer_arena(), forms)
+        )
+        if self._tables is not None:
+            self._tables.client = client
         log.info(f"mode ps, {policy.describe()}")
         if options.locks(self._optimizer, settings) and not options.asks_to_lock(settings):
             log.info("use_locking=0 has no effect: gradients are gathered before they are applied")
@@ -203,6 +211,10 @@ class PsMode(Mode):
             absent = [index for index, value in enumerate(values) if value is None]
             sources, targets = self._gradients.to_wire(values), ps_payload.targets(leaves)
         usable = self._finite(sources)
+        rows = []
+        if self._tables is not None:
+            rows = self._tables.take(self._context.worker == 0, samples != 0)
+            usable = self._finite_rows(rows) and usable
         clipper = self._clipper
         if usable and (clipper.limit is not None or clipper.scaler is not None):
             sources = clipper.clip_local(sources)
@@ -213,7 +225,7 @@ class PsMode(Mode):
         if self._sends_hyperparameters:
             self._send_hyperparameters(client)
         client.weight = self.weight
-        outcome = client.step(sources, absent, targets, self._lr.value(), self._stop_requested)
+        outcome = client.step(sources, absent, targets, self._lr.value(), self._stop_requested, rows)
         if not as_before:
             ps_payload.put_back(leaves, targets)
             self._staging.upload(params_given, leaves)
@@ -261,20 +273,36 @@ class PsMode(Mode):
 
     def _finite(self, sources: list[Array]) -> bool:
         """Whether the gradients may be used. Raises NonFiniteError if the policy is to raise."""
-        policy = self._options.nonfinite or self._context.config.nonfinite
-        if policy == "ignore" or not self._gradients.any_not_finite(sources):
+        if self._policy == "ignore" or not self._gradients.any_not_finite(sources):
             return True
-        if policy == "skip":
+        return self._refuse_nonfinite(self._gradients.describe(sources))
+
+    @property
+    def _policy(self) -> str:
+        return self._options.nonfinite or str(self._context.config.nonfinite)
+
+    def _finite_rows(self, rows: list[list[TableGradient]]) -> bool:
+        """As `_finite`, of the gradients of tables."""
+        assert self._tables is not None
+        found = {} if self._policy == "ignore" else self._tables.describe_nonfinite(rows)
+        return not found or self._refuse_nonfinite(found)
+
+    def _refuse_nonfinite(self, found: dict[str, str]) -> bool:
+        """Skip the step, and return False, or raise NonFiniteError. found: descriptions by name."""
+        if self._policy == "skip":
             self.skipped += 1
             world.current().counters.skip()
             return False
-        found = self._gradients.describe(sources)
         name, how = next(iter(found.items()))
         more = f", and {len(found) - 1} more" if len(found) > 1 else ""
         raise NonFiniteError(
             f"{self._title}: the gradient of {nest.quoted(name)} of worker {self._context.worker} is not finite ({how})"
             f"{more}; nothing was pushed. Policies: raise, skip, ignore (ALLRED_NONFINITE)"
         )
+
+    @property
+    def table_link(self) -> ServerTables | None:
+        return self._tables
 
     def share(self, params: Any) -> Any:
         raise InputError(f"{self._options.name}.share() is available in mode sync only; parameter servers send copies")

@@ -200,7 +200,6 @@ class PsLocalMode(LocalMode):
     """Mode ps of one optimizer on a worker, with `every`. Arguments: as of LocalMode."""
 
     is_lockstep = False
-    saves_in_rounds = False
 
     def __init__(self, *arguments: Any, rounds: PsRounds, save: Callable[[Any], Callable[[str], str]]) -> None:
         """save: given the parameters, returns a function that writes a checkpoint into a directory."""
@@ -234,6 +233,10 @@ class PsLocalMode(LocalMode):
 
     def statistics(self) -> Statistics:
         return self._servers.statistics()
+
+    @property
+    def saves_in_rounds(self) -> bool:
+        return False
 
     def before_checkpoint(self) -> None:
         """No effect: `save` takes the parameters of the servers."""

@@ -28,6 +28,7 @@ from allred.modes.detect.mistake_checks import MistakeChecks, restored
 from allred.modes.not_in_place import NotInPlace
 from allred.modes.options import Mode, StepInput, StepOptions
 from allred.modes.overlap import Overlap
+from allred.modes.rank_tables import RankTables
 from allred.modes.reducer import Reducer, writable
 from allred.modes.sharded import new_sharded_update, share
 from allred.modes.step_header import DEFERRED, MAY_REPEAT, MISSING, OVERLAPPED, PREPARED, SAVED, Agreement, StepHeader
@@ -166,6 +167,7 @@ class SyncMode(Mode):
         self._overlap: Overlap | None = None  # after the first opt.reduce() of any rank
         self._timer, self._not_in_place = StepTimer(), NotInPlace(options.compression)
         self._sharded = new_sharded_update(functions.current(), optimizer, self._title) if options.sharded else None
+        self._tables = RankTables(options.tables, self._title, options.op) if options.tables else None
         self._last: StepInput | None = None  # of the last `step`, without gradients, if it can be repeated
         self._replica = Replica(owner) if options.process_set is None else None
         self._committed_steps = 0  # `_checks.steps` after the last committed step
@@ -178,11 +180,18 @@ class SyncMode(Mode):
         self._checks.in_skipped_step = self.in_skipped_step
         if self._overlap is None or not self._overlap.has_begun:
             self._begin(communicator)
+        tables, has_tables = self._tables, False
         try:
+            if tables is not None:
+                has_tables = tables.prepare(communicator, self._checks, given.problem)
+                self._checks.in_skipped_step |= not has_tables
             mean = self._reduce(given) if self._overlap is None else self._reduce_overlapped(self._overlap, given)
         except AllredError:  # on all ranks
             self.abandon_step()
             raise
+        if tables is not None:
+            mean = mean if has_tables else None
+            tables.commit(communicator, mean is not None, self._reducer.weight)
         if not timer.steps:
             log.info(self._first_step(communicator, given.tensors))
         if mean is not None:
@@ -203,8 +212,12 @@ class SyncMode(Mode):
             if clipper.scaler.get_scale() != scale:
                 self._reducer.drop_residuals()
         self._end(given, mean is not None)
-        repeats = given.plain and self._sharded is None
+        repeats = given.plain and self._sharded is None and tables is None
         self._last = given._replace(grads=None, values=[]) if repeats else None  # frees the gradients
+
+    @property
+    def table_link(self) -> RankTables | None:
+        return self._tables
 
     def forget_arrays(self) -> None:
         """Drop the references to parameters, whose memory belongs to a framework after a step. Then `repeat` returns
@@ -412,6 +425,7 @@ class SyncMode(Mode):
                 for path, leaf in named
             ]
         meta: dict[str, Any] = {"optimizer": None, **self._meta}
+        tables = self._tables
         if isinstance(self._optimizer, Optimizer):
             slots, state["global_step"] = state.pop("slots"), step  # in mode local it counts the steps of this rank
             entries += [
@@ -426,7 +440,22 @@ class SyncMode(Mode):
             entries.append(checkpoint.pickled_extra(extra))
         if self._reducer.errors is not None:
             self._reducer.errors.saved = True
-        return lambda directory: str(checkpoint.write(directory, step, entries, meta))
+        if tables is None:
+            return lambda directory: str(checkpoint.write(directory, step, entries, meta))
+        write_rows = tables.take_gathered()
+        return lambda directory: str(checkpoint.write(directory, step, entries, meta, write_rows))
+
+    @property
+    def saves_in_rounds(self) -> bool:
+        return self._tables is not None
+
+    @property
+    def can_save(self) -> bool:
+        return self._tables is None and super().can_save  # other ranks have a part of the rows
+
+    def before_checkpoint(self) -> None:
+        if self._tables is not None:
+            self._tables.gather()
 
     # Counters and texts.
 

@@ -56,6 +56,13 @@ interrupted: Callable[[], bool] = getattr(_kernels, "interrupted", lambda: False
 call_interruptibly: Callable[..., Any] = getattr(_kernels, "call_interruptibly", lambda call, *given: call(*given))
 xla_last_error: Callable[[], BaseException | None] = getattr(_kernels, "xla_last_error", lambda: None)
 xla_handlers: Callable[[Any], Any] | None = getattr(_kernels, "xla_handlers", None)
+
+_rows: Any = _kernels if available else importlib.import_module("allred.native.row_twins")
+RowTable: Any = _rows.RowTable  # see csrc/row_table.h
+distinct_ids: Callable[..., int] = _rows.distinct_ids  # see csrc/distinct_ids.h, also for the next two
+spread_rows: Callable[..., None] = _rows.spread_rows
+sum_gradients: Callable[..., None] = _rows.sum_gradients
+
 Mailbox: Any = getattr(_kernels, "Mailbox", None)  # see csrc/mailbox.h
 mailbox_bytes: Callable[[int, int], int] | None = getattr(_kernels, "mailbox_bytes", None)
 

@@ -10,10 +10,11 @@ import numpy as np
 
 from allred.arrays import Array
 from allred.errors import InputError
+from allred.native.row_twins import sum_of_squares
 from allred.optim.base import Optimizer, compute_dtype, decayed_gradient, fold_in, fused_by
 from allred.optim.schedules import Schedule
 from allred.optim.step_input import Kernel, Slots
-from allred.validators import fraction, non_negative
+from allred.validators import boolean, fraction, non_negative
 
 
 class SGD(Optimizer):
@@ -94,8 +95,10 @@ class Adagrad(Optimizer):
         eps: >= 0, added to the denominator.
         initial_accumulator: >= 0, the initial s; TensorFlow's default is 0.1.
         weight_decay: >= 0, factor of the L2 penalty.
+        row_wise: keep one s for each row (the last axis), which grows by the mean of g^2 over the row. An embedding
+            table then has one number of state for each vector.
 
-    Slots: "sum" (s), with the shape of the parameter.
+    Slots: "sum" (s), with the shape of the parameter; with row_wise the last axis has length 1.
 
     Raises InputError: a hyper-parameter is out of range.
 
@@ -117,28 +120,39 @@ class Adagrad(Optimizer):
         eps: float = 1e-10,
         initial_accumulator: float = 0.0,
         weight_decay: float = 0.0,
+        row_wise: bool = False,
     ) -> None:
         super().__init__(lr)
         self.eps = non_negative("Adagrad", "eps", eps)
         self.initial_accumulator = non_negative("Adagrad", "initial_accumulator", initial_accumulator)
         self.weight_decay = non_negative("Adagrad", "weight_decay", weight_decay)
+        self.row_wise = boolean("Adagrad: row_wise", row_wise)
 
     def slots(self, param: Array) -> Slots:
+        if self.row_wise and param.ndim:
+            param = param[..., :1]
         return {"sum": np.full_like(param, self.initial_accumulator, dtype=compute_dtype(param))}
 
     def kernel(self, lr: float, step: int) -> Kernel:
-        return Kernel("adagrad", ("sum",), (lr, self.eps, self.weight_decay))
+        rule = "row_wise_adagrad" if self.row_wise else "adagrad"
+        return Kernel(rule, ("sum",), (lr, self.eps, self.weight_decay))
 
     def update(self, param: Array, grad: Array, slots: Slots, lr: float, step: int) -> None:
-        if fused_by(Adagrad.kernel(self, lr, step), param, grad, slots):
+        if not self.row_wise and fused_by(Adagrad.kernel(self, lr, step), param, grad, slots):
             return
         total = slots["sum"]
         grad = decayed_gradient(param, grad, self.weight_decay)
-        change = np.multiply(grad, grad, out=np.empty_like(grad))
-        np.add(total, change, out=total)
-        np.sqrt(total, out=change)
-        np.add(change, self.eps, out=change)
-        np.divide(grad, change, out=change)
+        change = root = np.empty_like(grad)
+        if self.row_wise and param.ndim:
+            root = np.empty_like(total)
+            np.divide(sum_of_squares(grad), max(param.shape[-1], 1), out=root)
+            np.add(total, root, out=total)
+        else:
+            np.multiply(grad, grad, out=change)
+            np.add(total, change, out=total)
+        np.sqrt(total, out=root)
+        np.add(root, self.eps, out=root)
+        np.divide(grad, root, out=change)
         np.multiply(change, lr, out=change)
         np.subtract(param, change, out=param)
 

@@ -8,9 +8,11 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from allred import checkpoint
+from allred.checkpoint import table_rows
 from allred.cluster import topology
 from allred.comm.backends.segment import Offer, accept
 from allred.comm.work import Steps
+from allred.embeddings.row_store import RowStore
 from allred.errors import AllredError, InputError, MismatchError
 from allred.optim.base import Optimizer
 from allred.ps import protocol, shm_transport
@@ -60,6 +62,10 @@ class Control:
             protocol.InitialParameters: self._initial_parameters,
             protocol.AwaitStart: self._await_start,
             protocol.CompareBatches: self._compare_batches,
+            protocol.CountRows: lambda _, request: step_handler.require_shard().tables[request.table].rows,
+            protocol.GetRows: lambda _, request: step_handler.require_shard().tables[request.table].columns(),
+            protocol.LoadRows: self._load_rows,
+            protocol.WriteRows: lambda _, r: step_handler.require_shard().tables[r.table].write(r.columns),
             protocol.LoadState: self._load_state,
             protocol.SetHyperparameters: lambda _, request: optimizer.set_hyperparameters(request.values),
             protocol.GetState: lambda _, request: step_handler.require_shard().state(),
@@ -117,7 +123,9 @@ class Control:
             layout = lay_out(request.placement.tensors, request.placement.of(self._context.rank))
             self._memory, self._shard_offer = shm_transport.allocate(layout.nbytes + shm_transport.BELL_BYTES)
             try:
-                self._step_handler.shard = Shard(layout, self._memory, self._optimizer, request.skeleton)
+                shard = Shard(layout, self._memory, self._optimizer, request.skeleton)
+                shard.tables = [RowStore(form) for form in request.tables]
+                self._step_handler.shard = shard
             except AllredError as error:
                 self._shard_error = error
                 raise
@@ -132,21 +140,27 @@ class Control:
                 )
         if request.placement.fingerprint != self._first.placement.fingerprint:
             raise MismatchError(_difference(worker, request.placement, self._first.placement))
-        mailbox, parameters = self._offers(worker)
-        reads_arena = mailbox is not None and self._map_arena(worker, request.arena)
-        return protocol.Registration(mailbox, parameters, reads_arena, bool(self._context.servers_return))
+        if (forms := [form.text for form in request.tables]) != (first := [form.text for form in self._first.tables]):
+            raise MismatchError(f"tables differ: worker {worker} has {forms}, worker 0 has {first}")
+        offers = self._offers(worker, bool(forms))
+        reads_arena = offers[0] is not None and self._map_arena(worker, request.arena)
+        return protocol.Registration(*offers, reads_arena, bool(self._context.servers_return))
 
-    def _offers(self, worker: int) -> tuple[Offer | None, Offer | None]:
-        """Create the mailbox of a worker on this node. Return the offers of the mailbox and of the parameters."""
+    def _offers(self, worker: int, has_tables: bool) -> tuple[Offer | None, Offer | None, Offer | None]:
+        """Create the mailbox of a worker on this node. Return the offers of the mailbox, of the parameters, and of the
+        memory of vectors."""
         nodes = self._context.nodes
         on_this_node = nodes[worker + self._context.servers] == nodes[self._context.rank]
         if not on_this_node or self._shard_offer is None:
-            return None, None
+            return None, None, None
         memory, offer = shm_transport.allocate(shm_transport.BOX_BYTES)
-        if offer is not None:
-            self.ports[worker] = MailboxPort(shm_transport.mailbox(memory, self._memory))
-            self._list_boxes()
-        return offer, self._shard_offer
+        vectors, vectors_offer = shm_transport.allocate(shm_transport.VECTORS_BYTES * has_tables)
+        if offer is None or vectors_offer is None:
+            return None, None, None
+        self.ports[worker] = MailboxPort(shm_transport.mailbox(memory, self._memory))
+        self.ports[worker].set_vectors(vectors)
+        self._list_boxes()
+        return offer, self._shard_offer, vectors_offer
 
     def _map_arena(self, worker: int, offer: Offer | None) -> bool:
         """Let a worker's gradients be read from its arena. Return whether that is possible."""
@@ -193,7 +207,15 @@ class Control:
         """For an optimizer that does not count its steps."""
         self._steps_before = request.step - self._step_handler.require_shard().version
 
-    def _save(self, worker: int, request: protocol.Save) -> tuple[checkpoint.ShardInfo, Any, int]:
+    def _load_rows(self, worker: int, request: protocol.LoadRows) -> None:
+        store = self._step_handler.require_shard().tables[request.table]
+        with wait.busy():
+            parts = table_rows.read_rows(request.path, request.saved)
+            store.load(request.saved["step"], parts, self._context.rank, self._context.servers)
+
+    def _save(
+        self, worker: int, request: protocol.Save
+    ) -> tuple[checkpoint.ShardInfo, Any, int, dict[str, tuple[checkpoint.ShardInfo, int]]]:
         shard = self._step_handler.require_shard()
         state, slots = shard.state()
         entries = []
@@ -216,9 +238,14 @@ class Control:
             state = None
         if request.extra is not None:
             entries.append(request.extra)
+        where, rows = (self._context.rank, self._context.servers), {}
         with wait.busy():
-            written = checkpoint.write_shard(request.directory, self._context.rank, self._context.servers, entries)
-        return written, state, shard.version
+            written = checkpoint.write_shard(request.directory, *where, entries)
+            for number, store in enumerate(shard.tables):
+                name = store.form.name
+                info = table_rows.write_rows(request.directory, number, name, *where, store.save())
+                rows[name] = info, store.optimizer.global_step
+        return written, state, shard.version, rows
 
     # The end.
 

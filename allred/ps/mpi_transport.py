@@ -291,6 +291,10 @@ class MpiPort(_Tested):
         self._sends.append((self._transport.comm.Issend([copy, MPI.BYTE], self._worker, DOWN), copy))
         return True
 
+    def room_for(self, number: int, nbytes: int) -> Array:
+        """Return memory for a cell of a lookup, which `give` sends."""
+        return np.empty(nbytes, np.uint8)
+
     def answer(self, record: bytes) -> None:
         self._transport.send_record(self._worker, STEP_REPLY, record)
 

@@ -6,6 +6,7 @@ A step takes one step request to each server, or several. The flags of a request
     PUSH    send the gradient, cell by cell
     DONE    report that all servers have the gradient; the reply comes when the worker may continue
     PULL    receive the parameters, cell by cell
+    LOOKUP  receive vectors of an embedding table (table_cells.py); alone
 
 Control requests are rare. A worker sends one as a pickled object (`ControlRequest`); the server replies with an object.
 """
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple, dataclass_transform
 from allred import checkpoint
 from allred.arrays import Array, amount
 from allred.comm.backends.segment import Offer
+from allred.embeddings.table_form import TableForm
 from allred.errors import AllredError
 from allred.ps.placement import Placement
 from allred.ps.shard import Parts
@@ -26,25 +28,28 @@ from allred.wording import count
 
 RECORD_BYTES = 64  # of each step request and each step reply
 
-BEGIN, PUSH, DONE, PULL, ABSENT, INIT, DRAIN = (1 << bit for bit in range(7))
+BEGIN, PUSH, DONE, PULL, ABSENT, INIT, DRAIN, LOOKUP, TRAIN, TABLES = (1 << bit for bit in range(10))
 # ABSENT: some pieces have no gradient; an additional first cell marks them, one byte for each piece.
-# INIT: the cells are initial parameters, not gradients. DRAIN: this worker was asked to stop.
+# INIT: the cells are initial parameters, not gradients. DRAIN: this worker was asked to stop. TRAIN: a lookup makes the
+# rows that are missing. TABLES: the gradients of embedding tables come before those of the parameters.
 
 DROPPED, DRAINING = (1 << bit for bit in range(2))  # of replies. DRAINING: a rank was asked to stop, so all must stop
 
-_REQUEST = struct.Struct("<Iqqdd28x")
+_REQUEST = struct.Struct("<IqqddIQ16x")
 _REPLY = struct.Struct("<Iqqq36x")
 
 
 class StepRequest(NamedTuple):
     """flags; the worker's step; the version it pulled last; its learning rate, NaN for no change; the weight of its
-    gradient in the mean of its step."""
+    gradient in the mean of its step. Of a lookup: the number of the table, and of the ids."""
 
     flags: int
     step: int
     version: int
     lr: float
     weight: float = 1.0
+    table: int = 0
+    ids: int = 0
 
 
 class StepReply(NamedTuple):
@@ -87,7 +92,7 @@ class Register(ControlRequest, title="registration with the parameter servers", 
 
     skeleton: the nest of the parameters, with their positions as leaves. agreement: the options that must be equal on
     all ranks. optimizer: worker 0's pickled options and optimizer for `Server.join()`, or why there are none. arena:
-    the worker's memory for gradients, or None.
+    the worker's memory for gradients, or None. tables: of embeddings.
     """
 
     placement: Placement
@@ -95,15 +100,17 @@ class Register(ControlRequest, title="registration with the parameter servers", 
     agreement: str
     optimizer: bytes | str = b""
     arena: Offer | None = None
+    tables: tuple[TableForm, ...] = ()
 
 
 class Registration(NamedTuple):
-    """Reply to `Register`. mailbox, parameters: shared memory of the server; None on another node. reads_arena: whether
-    the server has mapped the worker's arena. server_returns: whether the server process continues when the last worker
-    has left."""
+    """Reply to `Register`. mailbox, parameters, vectors: shared memory of the server, the last one for the vectors that
+    the worker looks up; None on another node. reads_arena: whether the server has mapped the worker's arena.
+    server_returns: whether the server process continues when the last worker has left."""
 
     mailbox: Offer | None
     parameters: Offer | None
+    vectors: Offer | None
     reads_arena: bool
     server_returns: bool
 
@@ -125,6 +132,33 @@ class AwaitStart(ControlRequest, late=True):
     """Wait until worker 0 has sent initial parameters `number` times. Reply: their hash."""
 
     number: int
+
+
+class CountRows(ControlRequest, title="the size of a table"):
+    """Reply: the number of rows of a table at this server."""
+
+    table: int
+
+
+class GetRows(ControlRequest, title="the rows of a table"):
+    """Reply: the rows of a table at this server, as `RowStore.columns`."""
+
+    table: int
+
+
+class WriteRows(ControlRequest, title="vectors for a table"):
+    """Write rows, as `RowStore.write`."""
+
+    table: int
+    columns: dict[str, Array]
+
+
+class LoadRows(ControlRequest, title="the rows of a table"):
+    """Read the rows of a table from the checkpoint `path`. saved: a value of `checkpoint.tables_in`."""
+
+    table: int
+    path: Path
+    saved: dict[str, Any]
 
 
 class CompareBatches(ControlRequest, title="the arguments of the batches"):
@@ -154,8 +188,8 @@ class SetStep(ControlRequest, title="the number of the step"):
 
 
 class Save(ControlRequest):
-    """Write this server's part of a checkpoint. Reply: (shard, optimizer's state, version). names: of tensors that have
-    another name in checkpoints. extra: one more entry."""
+    """Write this server's part of a checkpoint. Reply: (shard, optimizer's state, version, {table: (file with rows,
+    number of updates)}). names: of tensors that have another name in checkpoints. extra: one more entry."""
 
     directory: Path
     names: dict[str, str]

@@ -21,6 +21,7 @@ import numpy as np
 
 from allred import nest
 from allred.arrays import Array, name_of, size_of, view_as_real
+from allred.embeddings.row_store import RowStore
 from allred.errors import InputError
 from allred.fusion import Tensor
 from allred.optim.base import Optimizer, compute_dtype, splittable
@@ -153,6 +154,7 @@ class Shard:
         self.bytes = [part.view(np.uint8) for part in self._cells_of(self.params)]
         self.bytes_up, self.bytes_down = int(layout.up.sum()), sum(cell.size for cell in self.bytes)
         self.added, self.weights = 0, 0.0
+        self.tables: list[RowStore] = []
         self._optimizer = optimizer
         self.in_place = splittable(optimizer)
         self._gradients = [layout.groups[cell.group].gradient for cell in layout.cells]

@@ -9,6 +9,8 @@ import functools
 import mmap
 from typing import Any
 
+import numpy as np
+
 from allred import arena, native
 from allred.arrays import Array
 from allred.comm.backends.segment import Offer, accept, describe, offer
@@ -16,6 +18,8 @@ from allred.ps.run_steps import Condition
 from allred.ps.shard import CELL_BYTES
 
 SLOTS = 8  # cells in a mailbox
+VECTOR_CELLS = 8  # of the vectors that a worker looks up
+VECTORS_BYTES = VECTOR_CELLS * CELL_BYTES
 BELL_BYTES = 64  # doorbell that wakes a sleeping server, at the end of the parameters' memory
 BOX_BYTES = native.mailbox_bytes(SLOTS, CELL_BYTES) if native.mailbox_bytes is not None else 0
 
@@ -36,15 +40,21 @@ def offer_arena() -> Offer | None:
     return None if own is None else describe(own[1], len(own[0]))
 
 
+def vectors_at(number: int) -> int:
+    """Return the place of a cell of vectors in their memory, in bytes."""
+    return number % VECTOR_CELLS * CELL_BYTES
+
+
 def mailbox(memory: Any, parameters: Any) -> Any:
     """Return one end of the mailbox in `memory`."""
     return native.Mailbox(memory, SLOTS, CELL_BYTES, memoryview(parameters)[-BELL_BYTES:])
 
 
-def open_mailbox(box: Offer | None, parameters: Offer | None) -> tuple[Any, Any]:
-    """Return a worker's end of the mailbox, and the server's parameters; (None, None) if they cannot be opened."""
-    opened = [None if each is None or not native.available else accept(each) for each in (box, parameters)]
-    return (None, None) if None in opened else (mailbox(*opened), opened[1])
+def open_mailbox(*offers: Offer | None) -> tuple[Any, Any, Any]:
+    """Return a worker's end of the mailbox, the server's parameters, and the memory of vectors; three times None if
+    they cannot be opened. offers: of the three."""
+    opened = [None if each is None or not native.available else accept(each) for each in offers]
+    return (None, None, None) if None in opened else (mailbox(*opened[:2]), *opened[1:])
 
 
 class MailboxPort:
@@ -57,6 +67,7 @@ class MailboxPort:
         self.progress_count = 0
         self.cell, self._take, self._give, self.answer = box.cell, box.take, box.give, box.answer
         self._given = 0
+        self._vectors: Any = None  # memory of the vectors that the worker looks up
 
     def open(self, sizes: Array) -> None:
         """Begin to receive cells of these sizes in bytes."""
@@ -78,6 +89,18 @@ class MailboxPort:
         self._give(1)
         self._given += 1
         return True
+
+    def set_vectors(self, memory: Any) -> None:
+        """Set the memory of the vectors that the worker looks up, VECTORS_BYTES bytes."""
+        self._vectors = np.frombuffer(memory, np.uint8)
+
+    def room_for(self, number: int, nbytes: int) -> Array | None:
+        """Return the memory of this cell of a lookup; None until the worker has copied the cell that was there."""
+        if number >= VECTOR_CELLS and not self.has_read(number - VECTOR_CELLS):
+            return None
+        start = vectors_at(number)
+        memory: Array = self._vectors[start : start + nbytes]
+        return memory
 
     def has_read(self, number: int) -> bool:
         """Whether the worker has copied this cell, or the server has not given it."""

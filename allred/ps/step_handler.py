@@ -15,10 +15,10 @@ import numpy as np
 
 from allred.comm.work import Steps
 from allred.errors import AllredError
-from allred.ps import protocol
+from allred.ps import protocol, table_cells
 from allred.ps.protocol import ServerStatistics
-from allred.ps.shard import Shard, Update
-from allred.ps.shm_transport import MailboxPort
+from allred.ps.shard import CELL_BYTES, Shard, Update
+from allred.ps.shm_transport import VECTOR_CELLS, MailboxPort
 from allred.timeline import recorder
 from allred.timeline.recorder import span
 from allred.wording import named
@@ -92,13 +92,16 @@ class StepHandler:
         self._lr = float("nan")
 
     def step(self, worker: int, port: Any, request: protocol.StepRequest) -> Steps[None]:
-        flags, step, version, lr, _ = request
+        flags, step, version, lr = request[:4]
         shard, staleness, dropped, given = self.require_shard(), 0, False, False
         self._readers.pop(worker, None)
         if self._averages and step > shard.version:
             assert step == shard.version + 1, f"a request for step {step} arrived at version {shard.version}"
             assert shard.added, f"step {step} may begin, but step {shard.version} has no gradient"
             yield from self._apply_mean(shard)
+        if flags & protocol.LOOKUP:
+            yield from self._look_up(worker, port, shard, request)
+            return
         if flags & protocol.BEGIN:
             dropped = self.draining or not self.coordinator.begin(worker)
             if dropped:
@@ -229,6 +232,8 @@ class StepHandler:
         starts = flags & protocol.INIT
         adds = self._averages and not starts
         absent: Collection[int] = ()
+        if flags & protocol.TABLES:
+            yield from self._receive_rows(worker, port, shard, request, dropped)
         if flags & protocol.ABSENT:
             absent = yield from self._receive_absent(port, shard)
         else:
@@ -276,6 +281,47 @@ class StepHandler:
             shard.finish(update)
             self.statistics.updates += 1
 
+    def _receive_rows(
+        self, worker: int, port: Any, shard: Shard, request: protocol.StepRequest, dropped: bool
+    ) -> Steps[None]:
+        """Receive the gradients of the tables, and apply them, or add them to the sums."""
+        tables = shard.tables
+        port.open(np.array([table_cells.header_bytes(len(tables))], np.int64))
+        while (cell := port.cell()) is None:
+            yield port
+        headers = table_cells.unpack_headers(np.array(cell))
+        port.take()
+        sizes = table_cells.pair_sizes([count for count, _ in headers], [each.form.dim for each in tables])
+        port.open(sizes)
+        self.statistics.bytes_in += int(sizes.sum())
+        received = False
+        try:
+            for store, (count, lr) in zip(tables, headers, strict=True):
+                if lr == lr:
+                    store.optimizer.lr = lr
+                rule = None if dropped or self._averages else store.begin()
+                for start, stop in table_cells.ranges(count, store.form.dim * 4, CELL_BYTES):
+                    while (cell := port.cell()) is None:
+                        yield port
+                    ids = np.array(cell, np.uint8).view(np.uint64)
+                    port.take()
+                    while (cell := port.cell()) is None:
+                        yield port
+                    gradients = np.frombuffer(cell, np.float32).reshape(stop - start, store.form.dim)
+                    if rule is not None:
+                        store.update(rule, ids, gradients)
+                    elif not dropped:
+                        store.add(ids, gradients, request.weight)
+                    received = True
+                    port.take()
+        except (GeneratorExit, ConnectionResetError):  # the worker is gone
+            if received and not dropped:
+                if self._averages:
+                    self.sending.add(worker)  # servers other than 0 get no BEGIN
+                else:
+                    self.statistics.torn += 1
+            raise
+
     def _receive_absent(self, port: Any, shard: Shard) -> Steps[Collection[int]]:
         """Open a push in which some pieces have no gradient, and return their numbers."""
         port.open(np.concatenate([[len(shard.layout.pieces)], shard.layout.up]))
@@ -301,13 +347,33 @@ class StepHandler:
         yield from self._await_readers(len(shard.bytes) - 1)
         self._in_sum.clear()
         with span("apply", f"the mean of step {shard.version}", shard.bytes_down):
-            update = shard.begin_mean()
+            weights, update = shard.weights, shard.begin_mean()
             for number in range(len(shard.bytes)):
                 shard.apply_mean(update, number)
+            for store in shard.tables:
+                store.apply_mean(weights)
             shard.finish(update)
         self.statistics.updates += 1
 
     # Sending parameters.
+
+    def _look_up(self, worker: int, port: Any, shard: Shard, request: protocol.StepRequest) -> Steps[None]:
+        """Send the vectors of ids."""
+        store = shard.tables[request.table]
+        ranges = table_cells.lookup_ranges(request.ids, store.row_bytes)
+        port.open(np.array([(stop - start) * table_cells.ID_BYTES for start, stop in ranges], np.int64))
+        with span("lookup", store.form.name, request.ids * store.row_bytes, self._rows[worker]):
+            for number, (start, stop) in enumerate(ranges):
+                while (cell := port.cell()) is None:
+                    yield port
+                while (room := port.room_for(number, (stop - start) * store.row_bytes)) is None:
+                    yield port.reading(number - VECTOR_CELLS, worker)
+                store.lookup_into(np.frombuffer(cell, np.uint64), room, bool(request.flags & protocol.TRAIN))
+                port.take()
+                while not port.give(room):
+                    yield port.room
+        self.statistics.bytes_out += request.ids * store.row_bytes
+        self._reply(port, shard, request.step, 0, 0)
 
     def _give(self, worker: int, port: Any, shard: Shard) -> Steps[None]:
         with span("pull", "", shard.bytes_down, self._rows[worker]):

@@ -18,17 +18,19 @@ import numpy as np
 
 from allred import arena, checkpoint, world
 from allred.arrays import Array, as_buffer
+from allred.checkpoint import table_rows
 from allred.comm import functions
 from allred.comm.work import Steps
 from allred.errors import AllredError, InputError
-from allred.ps import protocol
+from allred.ps import protocol, table_cells
 from allred.ps.context import Context
 from allred.ps.mpi_transport import CALL, LOST, REPLY, Exchange, MpiTransport, send_leave
 from allred.ps.placement import Piece, Placement
 from allred.ps.protocol import ServerStatistics
 from allred.ps.run_steps import AllPending, run_steps
 from allred.ps.shard import Layout, Parts, lay_out
-from allred.ps.shm_transport import open_mailbox
+from allred.ps.shm_transport import open_mailbox, vectors_at
+from allred.ps.table_cells import TableGradient
 from allred.timeline import recorder
 from allred.timeline.recorder import span
 from allred.watch.wait import Awaited
@@ -55,6 +57,7 @@ class _ServerLink:
     layout: Layout
     box: Any
     memory: Any
+    vectors: Any = None  # memory of the vectors that are looked up
     version: int = 0
 
     def begin(self, transport: MpiTransport, record: bytes, up: list[Array], up_cells: Array, down: list[Array]) -> Any:
@@ -66,6 +69,18 @@ class _ServerLink:
         if self.layout.has_bfloat16:
             down = [as_buffer(part) for part in down]
         self.box.begin(record, up, up_cells, down, self.memory if down else None, down_cells)
+        return self.box
+
+    def look_up(self, transport: MpiTransport, record: bytes, ids: Array, rows: Array) -> Any:
+        """Send a lookup and return its `Pending`. rows: contiguous, to fill."""
+        row_bytes = rows.shape[1] * rows.itemsize
+        ranges = table_cells.lookup_ranges(len(ids), row_bytes)
+        up = np.array([(stop - start) * table_cells.ID_BYTES for start, stop in ranges], np.int64)
+        down = np.array([(vectors_at(i), (b - a) * row_bytes) for i, (a, b) in enumerate(ranges)], np.int64)
+        flat = rows.reshape(-1).view(np.uint8)
+        if self.box is None:
+            return Exchange(transport, self.server, record, [ids.view(np.uint8)], up, [flat], down[:, 1])
+        self.box.begin(record, [ids], up, [flat], self.vectors, down.reshape(-1, 2))
         return self.box
 
     def mark(self, absent: Sequence[int], sources: list[Array], cells: Array) -> tuple[list[Array], Array]:
@@ -124,6 +139,7 @@ class Client:
         self._unusable = ""  # the error of further requests; during a request: the error if it is interrupted
         self._thread: int | None = None  # the thread that makes a request now
         self._in_flight: list[Any] = []
+        self._tables: Sequence[Sequence[TableGradient]] = ()  # of the current step
         _clients.add(self)
 
     def check_usable(self) -> None:
@@ -193,10 +209,10 @@ class Client:
     def register(self, request: protocol.Register) -> None:
         """Register with all servers. Raises MismatchError if worker 0 registers other parameters or options."""
         for server, (layout, reply) in enumerate(zip(self._layouts, self.call(request), strict=True)):
-            box, memory = open_mailbox(reply.mailbox, reply.parameters)
+            box, memory, vectors = open_mailbox(reply.mailbox, reply.parameters, reply.vectors)
             if box is not None and reply.reads_arena and (own := arena.memory()) is not None:
                 box.set_arena(own[0])
-            self._links.append(_ServerLink(server, layout, box, memory))
+            self._links.append(_ServerLink(server, layout, box, memory, vectors))
             self._context.servers_return = reply.server_returns
 
     @property
@@ -238,10 +254,36 @@ class Client:
             self.step_number = max(self.step_number, self.step_and_version()[1])
         self._request("a pull of the parameters", protocol.PULL, None, self._parts(targets))
 
+    def look_up(self, table: int, ids: Array, counts: Sequence[int], rows: Array, train: bool) -> None:
+        """Look up vectors of an embedding table. ids: uint64, those of each server together. counts: of each server.
+        rows: contiguous, to fill: shape (ids, dim)."""
+        self._begin()
+        flags, title = protocol.LOOKUP | protocol.TRAIN * train, "a lookup of embeddings"
+        self._in_flight = pending = []
+        try:
+            with recorder.NO_SPAN if recorder.current is None else span("lookup", title, rows.nbytes):
+                start = 0
+                for link, count in zip(self._links, counts, strict=True):
+                    if count:
+                        record = protocol.pack_request(
+                            flags, self.step_number, link.version, math.nan, self.weight, table, count
+                        )
+                        part = slice(start, start + count)
+                        pending.append(link.look_up(self._transport, record, ids[part], rows[part]))
+                        start += count
+                if pending and (len(pending) > 1 or not pending[0].done()):
+                    self._run(title, _until_done(pending))
+        except LOST as error:
+            raise self._lost(error) from error
+        finally:
+            self._thread = None
+        self._unusable = ""
+
     def step(
-        self, sources: list[Array], absent: Sequence[int], targets: list[Array], lr: float, drain: bool
-    ) -> protocol.StepReply:
-        """Push a gradient and pull the parameters.
+        self, sources: list[Array], absent: Sequence[int], targets: list[Array], lr: float, drain: bool,
+        tables: Sequence[Sequence[TableGradient]] = (),
+    ) -> protocol.StepReply:  # fmt: skip
+        """Push a gradient and pull the parameters. tables: for each server, the gradients of each table.
 
         sources: contiguous arrays in the gradient dtypes of the layout, zeros for the tensors in `absent`. targets:
         contiguous arrays. lr: the learning rate, NaN for no change. drain: ask all workers to stop. Returns the flags
@@ -249,6 +291,7 @@ class Client:
         """
         up, down = self._parts(sources), self._parts(targets)
         asked = protocol.DRAIN if drain else 0
+        self._tables = tables
         if len(self._links) == 1 or not self._waits:
             return self._outcome(self._request("", self._all_flags | asked, up, down, absent, lr))
         dropped = self._asks and self._request("", protocol.BEGIN, None, None, only=1)[0].flags & protocol.DROPPED
@@ -304,7 +347,11 @@ class Client:
             if absent:
                 sources, cells = link.mark(absent, sources, cells)
                 here |= protocol.ABSENT
-            record = protocol.pack_request(here, self.step_number, link.version, lr, self.weight)
+            if self._tables and here & protocol.PUSH and not here & protocol.INIT:
+                parts, sizes = table_cells.push_parts(self._tables[number])
+                sources, cells = [*parts, *sources], np.concatenate([sizes, cells])
+                here |= protocol.TABLES
+            record = protocol.pack_request(here, self.step_number, link.version, lr, self.weight, 0, 0)
             targets = _NOTHING if down is None else down[number]
             pending.append(link.begin(self._transport, record, sources, cells, targets))
         return pending
@@ -385,8 +432,11 @@ class Client:
         try:
             others = [protocol.Save(directory, names)] * (len(self._links) - 1)
             saved = self.call_each([protocol.Save(directory, names, entry), *others], title)
-            versions = [version for *_, version in saved]
-            manifest = {**meta, "optimizer": saved[0][1], "versions": versions}
+            versions = [version for _, _, version, _ in saved]
+            parts = {name: [rows[name][0] for *_, rows in saved] for name in saved[0][3]}
+            steps = {name: step for name, (_, step) in saved[0][3].items()}
+            tables = table_rows.describe_tables(parts, steps)
+            manifest = {**meta, "optimizer": saved[0][1], "versions": versions, **tables}
             path = str(checkpoint.commit(directory, step, [shard for shard, *_ in saved], manifest))
         except BaseException:
             checkpoint.abandon(directory)

@@ -52,6 +52,8 @@ from allred.horovod.rank_timeline import start_timeline, stop_timeline
 from allred.torch import elastic
 from allred.torch.compression_hooks import int4_hook as int4_hook  # not in __all__, which has Horovod's names
 from allred.torch.compression_hooks import int8_hook as int8_hook
+from allred.torch.embedding_modules import Embedding as Embedding
+from allred.torch.embedding_modules import EmbeddingBag as EmbeddingBag
 from allred.torch.horovod.allreduce import (
     allreduce,
     allreduce_,

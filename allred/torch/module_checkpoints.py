@@ -161,7 +161,7 @@ class ModuleCheckpoints(DistributedOptimizer):
     def save(self, directory: str | os.PathLike[str], params: Any = None) -> str | None:
         """As `DistributedOptimizer.save`. params: None, or a module: all that its `state_dict()` returns is saved."""
         nest, others = self.session_parts(_module_of(params))
-        if functions.current(self.process_set).rank != 0:
+        if not self._begin_save():
             return None
         extra = {f"'{name}'": [state_pickle.dumps(each.state_dict())] for name, each in others.items()}
         return self.saving(nest, extra or None)(os.fspath(directory))

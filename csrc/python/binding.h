@@ -25,7 +25,7 @@ static inline void allred_free_object(void *self) {
 }
 
 extern PyTypeObject *allred_operation_type; /* set by module.c */
-extern PyType_Spec allred_operation_spec, allred_segment_spec, allred_mailbox_spec;
+extern PyType_Spec allred_operation_spec, allred_segment_spec, allred_mailbox_spec, allred_row_table_spec;
 
 /* module.c: set a kernel variant by its name; "" leaves the fastest. A converter for "O&" of PyArg_ParseTuple. */
 int allred_named_variant(PyObject *object, void *variant);
@@ -53,6 +53,11 @@ PyObject *allred_python_xla_handlers(PyObject *module, PyObject *callable);
 
 /* segment_network.c */
 PyObject *allred_python_network_bytes(PyObject *module, PyObject *args);
+
+/* row_table_type.c */
+PyObject *allred_python_distinct_ids(PyObject *module, PyObject *args);
+PyObject *allred_python_spread_rows(PyObject *module, PyObject *args);
+PyObject *allred_python_sum_gradients(PyObject *module, PyObject *args);
 
 /* mailbox_type.c */
 PyObject *allred_python_mailbox_bytes(PyObject *module, PyObject *args);

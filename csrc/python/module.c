@@ -325,6 +325,11 @@ static PyMethodDef methods[] = {
     METHOD("network_bytes", allred_python_network_bytes, METH_VARARGS,
            "Return the bytes of memory that operations across hosts need."),
     METHOD("mailbox_bytes", allred_python_mailbox_bytes, METH_VARARGS, "Return the bytes that a Mailbox needs."),
+    METHOD("distinct_ids", allred_python_distinct_ids, METH_VARARGS,
+           "Write the distinct ids by owner, and the position of each id; see distinct_ids.h."),
+    METHOD("spread_rows", allred_python_spread_rows, METH_VARARGS,
+           "Copy the rows at these positions, or the sum or mean of each bag of them."),
+    METHOD("sum_gradients", allred_python_sum_gradients, METH_VARARGS, "Add up the gradients of each distinct id."),
     METHOD("arena_open", allred_python_arena_open, METH_VARARGS, "Open the arena of this process; see arena.h."),
     METHOD("arena_serve_sizes", allred_python_arena_serve_sizes, METH_O, "Set the sizes that the arena serves."),
     METHOD("arena_attach", allred_python_arena_attach, METH_NOARGS, "Set the handler of this context."),
@@ -351,7 +356,7 @@ static PyMethodDef methods[] = {
 
 static int add_types(PyObject *module) {
   allred_note_main_thread();
-  PyType_Spec *specs[] = {&allred_operation_spec, &allred_segment_spec, &allred_mailbox_spec};
+  PyType_Spec *specs[] = {&allred_operation_spec, &allred_segment_spec, &allred_mailbox_spec, &allred_row_table_spec};
   for (size_t i = 0; i < sizeof specs / sizeof *specs; i++) {
     PyTypeObject *type = (PyTypeObject *)PyType_FromSpec(specs[i]);
     if (!type || PyModule_AddType(module, type) < 0) return -1;

@@ -57,7 +57,7 @@ PyObject *allred_python_update(PyObject *module, PyObject *args) {
   Py_buffer views[ALLRED_RULE_ARRAYS];
   void *addresses[ALLRED_RULE_ARRAYS] = {NULL};
   double numbers[ALLRED_RULE_NUMBERS];
-  int held = 0, supported = 1;
+  int held = 0, supported = !rule->slot_per_row; /* an array may have several rows */
   for (int i = 0; i < rule->arrays && supported; i++) {
     PyObject *array = PyTuple_GetItem(arrays, i);
     if (array == Py_None && i >= rule->needed) continue;
@@ -129,6 +129,7 @@ static void release_row(tensor_row *row) {
 /* Fill a row that is all zeros. Return 0 if no kernel supports the tensor; is_supported() has the same conditions. */
 static int fill_row(const group *all, Py_ssize_t tensor, tensor_row *row) {
   const allred_array *first = NULL;
+  if (all->rule->slot_per_row) return 0;
   for (int i = 0; i < all->rule->arrays; i++) {
     if (i > 1 && PyTuple_GetItem(all->slot_names, i - 2) == Py_None) continue;
     PyObject *object = array_of(all, tensor, i);

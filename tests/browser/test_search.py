@@ -34,6 +34,8 @@ QUERIES = [
     ("profiling", "timeline"),
     ("communication time", "timeline"),
     # Tasks
+    ("embedding", "embeddings"),
+    ("embedding lookup", "embeddings"),
     ("install", "install"),
     ("open mpi", "install"),
     ("example", "examples"),

@@ -205,6 +205,19 @@ def test_resume_is_killed_and_goes_on_with_another_number_of_ranks(kills, ranks,
     assert "same loss as if it had never been killed: yes" in result.out, result.text
 
 
+# ---- examples/click_through.py
+
+
+@pytest.mark.parametrize(("ranks", "mode"), [(2, "sync"), (3, "ps"), pytest.param(1, "sync", marks=full)])
+def test_click_through(ranks, mode):
+    result = mpirun(ranks, ROOT / "examples/click_through.py", env={**ONE_THREAD, "ALLRED_MODE": mode})
+    assert result.code == 0, result.text
+    found = re.fullmatch(r"AUC (0\.\d{3}) with (\d+) rows in 8 tables, after 150 steps of \d workers\n", result.out)
+    assert found, result.text
+    assert float(found[1]) > 0.83, result.text  # 0.5 by chance
+    assert int(found[2]) > 20_000, result.text
+
+
 # ---- examples/mnist_ps.py, local_cluster.py and linear_regression.py: by hand, and under mpirun
 
 

@@ -18,6 +18,7 @@ def words(text):
 
 PAGES = {  # a page, and what its programs print. The program of index.md is that of README.md (unit/test_docs_pages.py)
     "../README.md": ["found [1. 2. 3. 4.]\n"],
+    "embeddings.md": ["3 rows\n"],
     "precision.md": ["found [1. 2. 3. 4.]\n"],
     "data.md": ["found [1. 2. 3. 4.]\n", "10000 rows of shape (28, 28)\n"],
 }

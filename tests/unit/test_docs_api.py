@@ -25,6 +25,7 @@ MODULES = (
     "allred",
     "allred.optim",
     "allred.data",
+    "allred.embeddings",
     "allred.session",
     "allred.ps",
     "allred.client",

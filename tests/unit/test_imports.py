@@ -49,6 +49,7 @@ PACKAGES = (
         "timeline",
         "watch",
         "data",
+        "embeddings",
         "optim",
         "arena",
     ),

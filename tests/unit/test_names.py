@@ -33,6 +33,7 @@ CONVENTIONAL_MODULES = {
 # Classes that share a name on purpose, with the reason.
 CONVENTIONAL_CLASSES = {
     "Compression": "Horovod's class beside allred's",
+    "Embedding": "the module of torch, on a table of allred.Embedding",
     "ProcessSet": "Horovod's class beside allred's",
     "State": "Horovod's class of elastic training beside the states of a replica",
 }

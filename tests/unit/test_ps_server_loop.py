@@ -38,7 +38,7 @@ from allred.ps.shard import locks
 from allred.ps.step_handler import Turn
 
 TENSORS = [Tensor("a", (3,), np.dtype("float32")), Tensor("b", (2,), np.dtype("float64"))]
-PULL_RECORD = pack_request(PULL, 0, 0, 1.0, 1.0)
+PULL_RECORD = pack_request(PULL, 0, 0, 1.0, 1.0, 0, 0)
 
 
 class Transport:
@@ -266,7 +266,7 @@ def test_workers_that_register_before_worker_0_get_replies_after_it(monkeypatch)
     assert request(served, 2, registration("otherwise")) == []
     replies = dict(request(served, 0, registration()))
     for rank in (1, 2):
-        assert replies[rank] == (None, None, False, False)  # on another node: all traffic goes by MPI
+        assert replies[rank] == (None, None, None, False, False)  # on another node: all traffic goes by MPI
     assert "worker 2 has otherwise, worker 0 has as it is" in str(replies[3])
 
 

@@ -91,7 +91,7 @@ def test_records_survive_packing(step):
 
 
 def test_no_learning_rate_is_nan():
-    lr = unpack_request(pack_request(0, 0, 0, float("nan"), 1.0)).lr
+    lr = unpack_request(pack_request(0, 0, 0, float("nan"), 1.0, 0, 0)).lr
     assert lr != lr
 
 

@@ -123,6 +123,12 @@ class MistakeChecks:
             return True
         return self.passes_reduced(None, plan, values, nonfinite)
 
+    def passes_tables(self, communicator: Communicator, found: dict[str, str]) -> bool:
+        """As `passes`, if a rank has gradients of embedding tables that are not finite. found: descriptions of this
+        rank's, by table. Return False if the step is skipped."""
+        self._communicator = communicator
+        return self._refuse_nonfinite(found)
+
     def begin(self, steps: int) -> None:
         """Begin after this number of steps, the same on all ranks: with another rank's state, or in a new world."""
         self.steps, self._checked_until = steps, steps + _FIRST

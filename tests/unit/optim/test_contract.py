@@ -170,7 +170,9 @@ def test_an_empty_nest_is_a_step(case):
 
 def test_the_defaults():
     assert repr(optim.SGD()) == "SGD(lr=0.01, momentum=0.0, nesterov=False, weight_decay=0.0)"
-    assert repr(optim.Adagrad()) == "Adagrad(lr=0.01, eps=1e-10, initial_accumulator=0.0, weight_decay=0.0)"
+    assert repr(optim.Adagrad()) == (
+        "Adagrad(lr=0.01, eps=1e-10, initial_accumulator=0.0, weight_decay=0.0, row_wise=False)"
+    )
     rmsprop = "RMSProp(lr=0.01, decay=0.99, eps=1e-08, momentum=0.0, centered=False, weight_decay=0.0)"
     assert repr(optim.RMSProp()) == rmsprop
     assert repr(optim.Adam()) == "Adam(lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.0)"

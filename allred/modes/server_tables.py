@@ -1,0 +1,99 @@
+"""Embedding tables in mode ps: the parameter servers hold the rows, and a worker sends requests to them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from allred.arrays import Array
+from allred.embeddings.embedding import DistinctIds, Embedding, describe_nonfinite
+from allred.errors import InputError
+from allred.ps import protocol
+from allred.ps.table_cells import TableGradient
+
+if TYPE_CHECKING:
+    from allred.ps.worker_client import Client
+
+
+class ServerTables:
+    """The tables of the optimizer of a worker. title: of the step, in errors. owners: the number of servers. client:
+    set by the registration."""
+
+    def __init__(self, tables: Sequence[Embedding], title: str, servers: int) -> None:
+        self._tables, self._title, self.owners = tables, title, servers
+        self.client: Client | None = None
+        self._numbers = {table.name: number for number, table in enumerate(tables)}
+        self._sent: dict[str, Any] = {}  # the learning rate that the servers have, by table
+
+    # The link of a table: see TableLink.
+
+    def check(self, table: Embedding, call: str, problem: str) -> None:
+        if problem or self.client is None:
+            problem = problem or "call broadcast(params) of the optimizer before, on all workers"
+            raise InputError(f"table {table.name!r}, {call}(): {problem}")
+
+    def _servers(self, table: Embedding, call: str) -> "Client":
+        self.check(table, call, "")
+        assert self.client is not None
+        return self.client
+
+    def fetch(self, table: Embedding, distinct: DistinctIds, train: bool) -> Array:
+        rows = np.empty((len(distinct.ids), table.dim), table.dtype)
+        client = self._servers(table, "lookup")
+        client.look_up(self._numbers[table.name], distinct.ids, distinct.counts.tolist(), rows, train)
+        return rows
+
+    def size(self, table: Embedding) -> int:
+        return sum(self._servers(table, "size").call(protocol.CountRows(self._numbers[table.name])))
+
+    def columns(self, table: Embedding) -> dict[str, Array]:
+        parts = self._servers(table, "export").call(protocol.GetRows(self._numbers[table.name]))
+        columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        order = np.argsort(columns["ids"])
+        return {name: column[order] for name, column in columns.items()}
+
+    def write(self, table: Embedding, columns: dict[str, Array]) -> None:
+        distinct = DistinctIds.of(columns["ids"], self.owners)
+        order, ends = np.argsort(distinct.positions), np.cumsum(distinct.counts)
+        parts = np.split(order, ends[:-1])
+        requests = [
+            protocol.WriteRows(self._numbers[table.name], {name: column[part] for name, column in columns.items()})
+            for part in parts
+        ]
+        self._servers(table, "assign").call_each(requests)
+
+    def load(self, path: Path, saved: dict[str, Any], everywhere: bool) -> None:
+        """Let the servers read the rows of a checkpoint. On worker 0."""
+        for table in self._tables:
+            request = protocol.LoadRows(self._numbers[table.name], path, saved[table.name])
+            self._servers(table, "restore").call(request)
+
+    # Steps.
+
+    def take(self, sends_lr: bool, counts: bool) -> list[list[TableGradient]]:
+        """Return the gradients since the last step, by server and table. sends_lr: whether this worker sends learning
+        rates. counts: whether the gradients are of any sample."""
+        by_server: list[list[TableGradient]] = [[] for _ in range(self.owners)]
+        for table in self._tables:
+            distinct, gradients = table.take_gradient(self.owners)
+            if not counts:
+                distinct, gradients = DistinctIds.of(distinct.ids[:0], self.owners), gradients[:0]
+            lr, given = float("nan"), table.optimizer.lr
+            if sends_lr and not callable(given) and self._sent.get(table.name) != given:
+                lr = self._sent[table.name] = table.optimizer.learning_rate
+            start = 0
+            for server, count in enumerate(distinct.counts.tolist()):
+                part = slice(start, start + count)
+                by_server[server].append(TableGradient(distinct.ids[part], gradients[part], lr))
+                start += count
+        return by_server
+
+    def describe_nonfinite(self, rows: list[list[TableGradient]]) -> dict[str, str]:
+        """Return {table: description} of the gradients that are not finite."""
+        found: dict[str, str] = {}
+        for number, table in enumerate(self._tables):
+            for part in (each[number] for each in rows):
+                if text := describe_nonfinite(part.ids, part.gradients):
+                    found.setdefault(table.name, text)
+        return found

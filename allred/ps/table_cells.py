@@ -1,0 +1,70 @@
+"""How the ids, vectors and gradients of embedding tables travel: in cells that have whole rows.
+
+A lookup sends ids in cells, and gets one cell of vectors for each. A push has first one cell with a header for each
+table, the number of ids and the learning rate; then for each table cells of ids and of their gradients in turn.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from allred.arrays import Array
+from allred.ps.shard import CELL_BYTES
+
+LOOKUP_BYTES = 2**17  # of a cell of vectors: it stays in the cache of a core
+ID_BYTES = 8
+_HEADER = np.dtype([("ids", np.int64), ("lr", np.float64)])
+
+
+class TableGradient(NamedTuple):
+    """The gradients of one table for one server: ids (uint64), and float32 of shape (ids, dim). lr: the learning rate;
+    NaN for no change."""
+
+    ids: Array
+    gradients: Array
+    lr: float
+
+
+def ranges(count: int, row_bytes: int, cell_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of the rows of each cell."""
+    step = max(cell_bytes // max(row_bytes, ID_BYTES), 1)
+    for start in range(0, count, step):
+        yield start, min(start + step, count)
+
+
+def lookup_ranges(count: int, row_bytes: int) -> list[tuple[int, int]]:
+    """Return (start, stop) of the rows of each cell of a lookup."""
+    return list(ranges(count, row_bytes, LOOKUP_BYTES))
+
+
+def push_parts(given: Sequence[TableGradient]) -> tuple[list[Array], Array]:
+    """Return the arrays of a push, and the sizes of its cells in bytes."""
+    headers = np.array([(len(each.ids), each.lr) for each in given], _HEADER)
+    parts, sizes = [headers.view(np.uint8)], [headers.nbytes]
+    for ids, gradients, _ in given:
+        row_bytes = gradients.shape[1] * gradients.itemsize
+        for start, stop in ranges(len(ids), row_bytes, CELL_BYTES):
+            parts += ids[start:stop], gradients[start:stop]
+            sizes += (stop - start) * ID_BYTES, (stop - start) * row_bytes
+    return parts, np.array(sizes, np.int64)
+
+
+def header_bytes(tables: int) -> int:
+    """Return the size of the first cell of a push."""
+    return tables * _HEADER.itemsize
+
+
+def unpack_headers(cell: Array) -> list[tuple[int, float]]:
+    """Return (number of ids, learning rate) of each table."""
+    headers: list[tuple[int, float]] = np.frombuffer(cell, _HEADER).tolist()
+    return headers
+
+
+def pair_sizes(counts: Sequence[int], dims: Sequence[int]) -> Array:
+    """Return the sizes in bytes of the cells after the first one."""
+    sizes: list[int] = []
+    for count, dim in zip(counts, dims, strict=True):
+        for start, stop in ranges(count, dim * 4, CELL_BYTES):
+            sizes += (stop - start) * ID_BYTES, (stop - start) * dim * 4
+    return np.array(sizes, np.int64)

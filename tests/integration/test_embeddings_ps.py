@@ -1,0 +1,78 @@
+"""Embedding tables on parameter servers, with real processes: over shared memory and MPI, in all policies."""
+
+import json
+import pathlib
+
+import pytest
+from harness import MPICH_BY_DEFAULT, full, mpirun
+from test_ps import POLICIES
+
+PROGRAM = pathlib.Path(__file__).with_name("embeddings_program.py")
+
+
+def run(cases, workers, servers=1, mpi="mpich", apart=False):
+    """Return the results of cases, [name, arguments, options], that run in one job; see test_ps.py."""
+    env = {"ALLRED_BANNER": "0", "ALLRED_WATCHER": "0"}
+    if apart:
+        env["ALLRED_PRETEND_NODES"] = ",".join("1" * (workers + servers))
+    result = mpirun(workers + servers, PROGRAM, servers, json.dumps(cases), mpi=mpi, env=env, timeout_s=100)
+    assert result.code == 0, result.text
+    lines = result.out.splitlines()
+    assert len(lines) == len(cases), result.text
+    return list(map(json.loads, lines))
+
+
+LAYOUTS = [(False, 1), (True, 2), pytest.param(False, 3, marks=full), pytest.param(True, 1, marks=full)]
+
+
+@pytest.mark.parametrize("mpi", MPICH_BY_DEFAULT)
+@pytest.mark.parametrize(("apart", "servers"), LAYOUTS)
+def test_one_worker_gives_the_bits_of_one_process(apart, servers, mpi):
+    cases = [
+        ["training", {"optimizer": optimizer, "dtype": dtype}, POLICIES[policy]]
+        for policy in ("async", "bounded", "sync")
+        for optimizer, dtype in (("row-wise", "float32"), ("adam", "float16"))
+    ]
+    assert run(cases, 1, servers, mpi, apart) == [0.0] * len(cases)
+
+
+@pytest.mark.parametrize(("apart", "servers"), LAYOUTS)
+def test_steps_of_two_workers_are_their_mean(apart, servers):
+    """Two numbers have one sum, in any order."""
+    cases = [["training", {"optimizer": name, "dtype": "float32"}, POLICIES["sync"]] for name in ("row-wise", "adam")]
+    assert run(cases, 2, servers, apart=apart) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(("apart", "servers"), LAYOUTS)
+def test_no_gradient_is_lost_or_applied_twice(apart, servers):
+    policies = [*(POLICIES[name] for name in ("async", "bounded", "sync")), {"use_locking": False}]
+    results = run([["no_gradient_is_lost", {}, policy] for policy in policies], 3, servers, apart=apart)
+    assert results == pytest.approx([0.0] * 4, abs=1e-5)
+
+
+@pytest.mark.parametrize(("apart", "servers"), LAYOUTS)
+def test_rows_in_many_cells(apart, servers):
+    ((smallest, largest, equal),) = run([["large", {}, {}]], 1, servers, apart=apart)
+    assert (smallest, largest) == pytest.approx((2.0, 2.0), abs=1e-5)
+    assert equal
+
+
+def test_errors_and_settings():
+    cases = [[name, {}, {}] for name in ("errors", "skips", "learning_rate", "assigned")]
+    texts, skipped, rates, assigned = run(cases, 1, 2)
+    assert texts == [
+        "InputError: table 'users', lookup(): call broadcast(params) of the optimizer before, on all workers",
+        "InputError: table 'users', lookup(): ids must be 0 to 59, but id number 0 is 60",
+        "InputError: table 'users', lookup(): ids must be integers, but are float64 (1,)",
+        "NonFiniteError: opt.step(): the gradient of 'users' of worker 0 is not finite (id 3 has inf); nothing was "
+        "pushed. Policies: raise, skip, ignore (ALLRED_NONFINITE)",
+    ]
+    assert skipped == [1, True, 0.0]
+    assert rates == [-1.0, -2.0, -2.25]
+    assert assigned
+
+
+def test_tables_that_differ_between_workers():
+    result = mpirun(3, PROGRAM, 1, json.dumps([["different", {}, {}]]), timeout_s=60)
+    assert "MismatchError: tables differ: worker 1 has" in result.text, result.text
+    assert "seed=1" in result.text
