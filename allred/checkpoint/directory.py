@@ -34,6 +34,7 @@ from typing import BinaryIO
 
 from allred import log
 from allred.checkpoint.files import MANIFEST, Manifest, check_length, file_errors, read_manifest
+from allred.checkpoint.table_rows import bases_of, check_lengths
 from allred.errors import CheckpointError, InputError
 
 _COMMITTED = re.compile(r"step-(\d{8,})(\.replaced)?", re.ASCII)
@@ -133,6 +134,11 @@ def boot_id() -> str:
         return secrets.token_hex(16)  # then the age decides
 
 
+def name_of_step(step: int) -> str:
+    """Return the name of the directory of a checkpoint."""
+    return f"step-{step:08d}"
+
+
 def unfinished_name(step: int) -> str:
     """Return a new, unique name for the directory of an unfinished checkpoint."""
     return f".step-{step:08d}.{boot_id()}.{secrets.token_hex(4)}.tmp"
@@ -176,6 +182,7 @@ def damage(path: pathlib.Path) -> str:
         check_name(path, manifest)
         for shard in manifest.shards:
             check_length("checkpoint", path, shard)
+        check_lengths(path, manifest.meta)
     except CheckpointError as error:
         return str(error)
     return ""
@@ -244,7 +251,7 @@ def move_outdated(root: pathlib.Path, step: int, training: str) -> None:
 
 
 def prune(root: str | os.PathLike[str], keep: int, keep_every: int = 0, up_to: int | None = None) -> list[pathlib.Path]:
-    """Delete complete checkpoints except the newest `keep`. Damaged ones are not deleted.
+    """Delete complete checkpoints except the newest `keep`, and their bases (`bases_of`). Damaged ones are not deleted.
 
     keep: number of checkpoints, at least 1. keep_every: those whose step is a multiple of it are not deleted; 0: none.
     up_to: those of later steps are not deleted, and not counted.
@@ -254,9 +261,14 @@ def prune(root: str | os.PathLike[str], keep: int, keep_every: int = 0, up_to: i
     if keep < 1 or keep_every < 0:
         raise InputError(f"prune: keep={keep}, keep_every={keep_every}; expected keep >= 1 and keep_every >= 0")
     deleted = []
-    committed = [item for item in list_committed(pathlib.Path(root)).items() if up_to is None or item[0] <= up_to]
-    for step, path in [(step, path) for step, path in committed if _is_complete(path)][:-keep]:
-        if not (keep_every and step % keep_every == 0):
+    listed = list_committed(pathlib.Path(root)).items()
+    committed = [item for item in listed if up_to is None or item[0] <= up_to]
+    old = [(step, path) for step, path in committed if _is_complete(path)][:-keep]
+    old = [(step, path) for step, path in old if not (keep_every and step % keep_every == 0)]
+    kept = {path for _, path in listed if _is_complete(path)} - {path for _, path in old}
+    needed = {base for path in kept for base in bases_of(path)}
+    for _, path in old:
+        if path not in needed:
             with file_errors("prune: deleting", path):
                 discard(path)
             deleted.append(path)

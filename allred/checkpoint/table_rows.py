@@ -1,7 +1,8 @@
 """Rows of embedding tables in a checkpoint: files beside the shards, and their description in the manifest.
 
 A process that restores reads the file of each writer, and keeps the rows that belong to it. So a checkpoint can be
-restored by any number of processes.
+restored by any number of processes. The rows of a checkpoint may be those that were used since an earlier one, its
+base, which has the others.
 """
 
 import os
@@ -13,7 +14,8 @@ import numpy as np
 
 from allred.arrays import Array
 from allred.checkpoint.entry import Entry, whole
-from allred.checkpoint.files import ShardInfo, check_bytes, read_shard, write_shard
+from allred.checkpoint.files import ShardInfo, check_bytes, check_length, read_manifest, read_shard, write_shard
+from allred.errors import CheckpointError
 
 _KEY = "tables"  # in the manifest's meta, which exists in checkpoints: keep it
 
@@ -26,28 +28,58 @@ def write_rows(
     return write_shard(directory, index, of, entries, prefix=f"rows-{number:05d}")
 
 
-def describe_tables(parts: dict[str, list[ShardInfo]], steps: dict[str, int]) -> dict[str, Any]:
-    """Return what the manifest contains of tables. parts: the files of each table. steps: its number of updates."""
-    tables = {name: {"step": steps[name], "parts": [each.to_json() for each in files]} for name, files in parts.items()}
+def describe_tables(parts: dict[str, list[ShardInfo]], steps: dict[str, int], bases: dict[str, str]) -> dict[str, Any]:
+    """Return what the manifest contains of tables. parts: the files of each table. steps: its number of updates. bases:
+    the name of the checkpoint that has its other rows; "" if these are all."""
+    tables = {
+        name: {"step": steps[name], "base": bases[name], "parts": [each.to_json() for each in files]}
+        for name, files in parts.items()
+    }
     return {_KEY: tables} if tables else {}
 
 
 def tables_in(meta: dict[str, Any]) -> dict[str, Any]:
-    """Return {name of a table: its step and files} of a checkpoint."""
+    """Return {name of a table: its step, base and files} of a checkpoint."""
     found: dict[str, Any] = meta.get(_KEY, {})
     return found
 
 
-def read_rows(directory: str | os.PathLike[str], table: dict[str, Any]) -> Iterator[dict[str, Array]]:
-    """Yield the columns of each file of a table. table: a value of `tables_in`. Raises CheckpointError."""
-    for part in map(ShardInfo.from_json, table["parts"]):
-        columns: dict[str, Array] = {}
+def checkpoints_of(directory: str | os.PathLike[str], name: str) -> list[pathlib.Path]:
+    """Return the checkpoints that have rows of a table of this checkpoint, the oldest first; later rows replace earlier
+    ones. Raises CheckpointError: one of them is missing."""
+    found = [pathlib.Path(directory)]
+    while base := tables_in(read_manifest(found[-1]).meta)[name]["base"]:
+        if base >= found[-1].name:
+            raise CheckpointError(f"{found[-1]}: the rows of table {name!r} are based on {base}, which is not older")
+        found.append(found[-1].parent / base)
+    return found[::-1]
 
-        def destination(entry: Entry, columns: dict[str, Array] = columns) -> Array:
-            return columns.setdefault(entry.slot_name, np.empty(entry.shape, entry.dtype))
 
-        read_shard("restore", pathlib.Path(directory), part, destination)
-        yield columns
+def bases_of(directory: pathlib.Path) -> set[pathlib.Path]:
+    """Return the other checkpoints that this one needs. Raises as `checkpoints_of`."""
+    names = tables_in(read_manifest(directory).meta)
+    return {path for name in names for path in checkpoints_of(directory, name)} - {directory}
+
+
+def read_rows(directory: str | os.PathLike[str], name: str) -> Iterator[dict[str, Array]]:
+    """Yield the columns of each file of a table, those of older checkpoints first. Raises CheckpointError."""
+    for path in checkpoints_of(directory, name):
+        for part in map(ShardInfo.from_json, tables_in(read_manifest(path).meta)[name]["parts"]):
+            columns: dict[str, Array] = {}
+
+            def destination(entry: Entry, columns: dict[str, Array] = columns) -> Array:
+                return columns.setdefault(entry.slot_name, np.empty(entry.shape, entry.dtype))
+
+            read_shard("restore", path, part, destination)
+            yield columns
+
+
+def check_lengths(directory: pathlib.Path, meta: dict[str, Any]) -> None:
+    """Raise CheckpointError unless the files of the tables exist and have their lengths, and bases exist."""
+    for name, table in tables_in(meta).items():
+        checkpoints_of(directory, name)
+        for part in map(ShardInfo.from_json, table["parts"]):
+            check_length("checkpoint", directory, part)
 
 
 def check_rows(directory: pathlib.Path, meta: dict[str, Any]) -> Iterator[None]:

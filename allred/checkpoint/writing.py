@@ -30,6 +30,7 @@ from allred.checkpoint.directory import (
     claim,
     discard,
     move_outdated,
+    name_of_step,
     overwrite,
     release,
     sweep,
@@ -100,7 +101,7 @@ def commit(
     source = pathlib.Path(directory)
     if unfinished_step(source.name) != step:
         raise InputError(f"commit: expected the directory that begin returned for step {step}, but got {source}")
-    target, key = source.parent / f"step-{step:08d}", os.path.realpath(source)
+    target, key = source.parent / name_of_step(step), os.path.realpath(source)
     try:
         written = Manifest(step, time.time(), tuple(sorted(shards, key=lambda shard: shard.file)), meta or {})
         _check_shards(source, written)

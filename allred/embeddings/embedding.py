@@ -6,16 +6,18 @@ the owners (`TableLink`), which update the rows (row_store.py).
 """
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from allred import native
+from allred import arena, native
 from allred.arrays import Array, describe
 from allred.embeddings.table_form import Normal, TableForm, Uniform
 from allred.errors import InputError
 from allred.optim.base import Optimizer
+from allred.validators import integer
 
 _MOST_LOOKUPS = 1000  # whose gradients a table awaits
 _INFINITY = 0x7F800000  # the bits of a float32
@@ -56,17 +58,31 @@ class Lookup:
     gradient: Array | None = None  # of each distinct id: float32, shape (ids, dim)
 
 
+@dataclasses.dataclass(eq=False)
+class Prefetched:
+    """A lookup that was begun before its step. wait: returns the rows of the distinct ids. until: the number of the
+    last step that may use them."""
+
+    ids: Array
+    distinct: DistinctIds
+    wait: Callable[[], Array]
+    until: int
+
+
 class TableLink(Protocol):
     """The way from a table to its rows. owners: how many processes hold them."""
 
     @property
     def owners(self) -> int: ...
-    def check(self, table: "Embedding", call: str, problem: str) -> None:
+    def check(self, table: "Embedding", call: str, problem: str, ready: bool = False) -> bool:
         """Raise InputError if there is a problem on this rank, or on any where the call is collective. call: the name
-        of the method."""
+        of the method. Return whether this rank is `ready`, or all are."""
 
     def fetch(self, table: "Embedding", distinct: DistinctIds, train: bool) -> Array:
         """Return the vectors of the distinct ids, in their order, in the dtype of the table."""
+
+    def prefetch(self, table: "Embedding", distinct: DistinctIds) -> Callable[[], Array]:
+        """Begin `fetch` for training, and return a function that waits for its result."""
 
     def size(self, table: "Embedding") -> int:
         """Return the number of rows of all owners."""
@@ -111,6 +127,8 @@ class Embedding:
         admit_after: lookups for training of an id before its row is made; until then it has its first values, and
             its gradients are dropped. For ids that are seen once only.
         expire_after: steps after which a checkpoint removes a row that no lookup for training has used; None: never.
+        full_every: of this many checkpoints one has all rows, and the others the rows used since the one before, which
+            is not deleted then. Mode ps; in mode sync each has all.
 
     Attributes: `optimizer` as given, and `name`, `dim`, `rows` and `dtype`.
 
@@ -128,16 +146,19 @@ class Embedding:
         seed: int = 0,
         admit_after: int = 1,
         expire_after: int | None = None,
+        full_every: int = 1,
     ) -> None:
         if optimizer is None:
             raise InputError(
                 f"allred.Embedding {name!r}: pass optimizer, such as allred.optim.Adagrad(0.05, row_wise=True)"
             )
-        self.form = TableForm(name, dim, rows, init, optimizer, dtype, seed, admit_after, expire_after)
+        self.form = TableForm(name, dim, rows, init, optimizer, dtype, seed, admit_after, expire_after, full_every)
         self.name, self.dim, self.rows, self.dtype = name, self.form.dim, self.form.rows, self.form.dtype
         self.optimizer = optimizer
         self.attached: Any = None  # the distributed optimizer that has this table
         self._lookups: list[Lookup] = []  # for training, since the last step
+        self._prefetched: Prefetched | None = None
+        self._steps = 0  # of the optimizer
 
     def __repr__(self) -> str:
         return f"allred.Embedding({self.form.text})"
@@ -173,19 +194,55 @@ class Embedding:
                 raise InputError(f"{_MOST_LOOKUPS} lookups since the last step; pass train=False where none follows")
         except InputError as error:
             problem = str(error)
-        link.check(self, "lookup", problem)
-        distinct = DistinctIds.of(flat, link.owners)
-        rows = link.fetch(self, distinct, train)
+        prefetched = self._take_prefetched(flat) if train and not problem else None
+        if link.check(self, "lookup", problem, prefetched is not None):
+            assert prefetched is not None
+            distinct, rows = prefetched.distinct, prefetched.wait()
+        else:
+            distinct = DistinctIds.of(flat, link.owners)
+            rows = link.fetch(self, distinct, train)
         if ends is None and distinct.in_order and rows.dtype == np.float32:
             vectors = rows
         else:
-            vectors = np.empty((len(flat) if ends is None else len(ends) - 1, self.dim), np.float32)
+            vectors = arena.empty((len(flat) if ends is None else len(ends) - 1, self.dim), np.float32)
             half = rows.dtype == np.float16
             native.spread_rows(vectors, rows, half, distinct.positions, self.dim, ends, pooling == "mean")
         vectors = vectors.reshape(shape)
         if train:
             self._lookups.append(Lookup(vectors, distinct, ends, pooling == "mean"))
         return vectors
+
+    def prefetch(self, ids: Any, staleness: int = 1) -> None:
+        """Fetch the vectors of the ids of a later `lookup` now. Mode sync: collective.
+
+            table.prefetch(next_ids)          # before the step of the current batch
+            opt.step(params, grads)
+            vectors = table.lookup(next_ids)  # the same ids, of any shape
+
+        The vectors lack the updates of the steps between the two calls. With one worker, and in mode sync, the result
+        is reproducible. In mode ps on one machine the server reads the rows while this worker computes.
+
+        Arguments:
+            ids: as in `lookup`.
+            staleness: how many steps may be between the two calls; after more the lookup fetches the vectors again.
+
+        Raises InputError: as `lookup`.
+        """
+        link, problem = self._link, ""
+        try:
+            flat, *_ = self._checked(ids, None, "sum")
+            bound = integer("staleness", staleness, 0, "it counts steps")
+        except InputError as error:
+            problem = str(error)
+        link.check(self, "prefetch", problem)
+        distinct = DistinctIds.of(flat, link.owners)
+        self._prefetched = Prefetched(flat.copy(), distinct, link.prefetch(self, distinct), self._steps + bound)
+
+    def _take_prefetched(self, ids: Array) -> Prefetched | None:
+        """Return the result of `prefetch`, if it was called with these ids and is not too old."""
+        given, self._prefetched = self._prefetched, None
+        is_usable = given is not None and given.until >= self._steps and np.array_equal(given.ids, ids)
+        return given if is_usable else None
 
     def _checked(self, ids: Any, offsets: Any, pooling: str) -> tuple[Array, tuple[int, ...], Array | None]:
         """Return the ids as a uint64 vector, the shape of the result, and the offsets with the end."""
@@ -240,13 +297,13 @@ class Embedding:
                 f"{title}: expected a float array of the shape {found.vectors.shape} of the vectors, got "
                 f"{describe(given.shape, given.dtype)}"
             )
-        gradients = np.ascontiguousarray(given, np.float32)
         distinct = found.distinct
+        room = arena.empty((len(distinct.positions), self.dim), np.float32)  # servers read the gradients there
+        sums = room[: len(distinct.ids)]
         if found.offsets is None and distinct.in_order:
-            sums = gradients.reshape(-1, self.dim)
-            sums = sums.copy() if np.may_share_memory(sums, given) else sums
+            sums[...] = given.reshape(-1, self.dim)
         else:
-            sums = np.empty((len(distinct.ids), self.dim), np.float32)
+            gradients = np.ascontiguousarray(given, np.float32)
             native.sum_gradients(sums, gradients, distinct.positions, self.dim, found.offsets, found.mean)
         found.gradient = sums
 
@@ -274,7 +331,7 @@ class Embedding:
     def take_gradient(self, owners: int) -> tuple[DistinctIds, Array]:
         """Return the distinct ids with a gradient since the last step, and their gradients; forget the lookups."""
         given = [each for each in self._lookups if each.gradient is not None]
-        self._lookups = []
+        self._lookups, self._steps = [], self._steps + 1
         if len(given) == 1:
             assert given[0].gradient is not None
             return given[0].distinct, given[0].gradient
@@ -288,7 +345,7 @@ class Embedding:
 
     def forget_lookups(self) -> None:
         """Forget the lookups whose gradients would belong to the next step."""
-        self._lookups = []
+        self._lookups, self._prefetched = [], None
 
     # Rows.
 

@@ -1,8 +1,8 @@
 """RowStore: the rows of a table that one process holds, with the optimizer that updates them."""
 
 import copy
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Collection, Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,6 +34,14 @@ def widths(form: TableForm) -> dict[str, tuple[int, ...]]:
     return {"ids": (), "vectors": (form.dim,), "seen": (), "steps": (), **slots}
 
 
+class SavedRows(NamedTuple):
+    """The last checkpoint: its name, the number of updates in it, and how many before it have not had all rows."""
+
+    name: str
+    step: int
+    partial: int
+
+
 class RowStore:
     """Rows of the table `form`. optimizer: a copy of the optimizer of `form`, which counts the updates here."""
 
@@ -53,6 +61,8 @@ class RowStore:
         self._table = native.RowTable(
             form.dim, half, self._sizes, slot_values, init, float(a), float(b), form.seed, form.admit_after
         )
+        self._saved: SavedRows | None = None  # the last complete checkpoint
+        self._unfinished: SavedRows | None = None
         self._sums: Any = None  # a table of the sums of gradients
 
     @property
@@ -134,6 +144,9 @@ class RowStore:
         def column(name: str, dtype: Any) -> Array | None:
             return np.ascontiguousarray(columns[name], dtype) if name in columns else None
 
+        if "steps" not in columns:
+            step = self.optimizer.global_step + 1
+            columns = {**columns, "steps": np.full(len(columns["ids"]), step, np.uint32)}
         names = iter(self._slot_names)
         slots = tuple(column(next(names), np.float32) if size else None for size in self._sizes)
         self._table.write(
@@ -141,20 +154,33 @@ class RowStore:
             column("vectors", np.float32), slots,
         )  # fmt: skip
 
-    def load(self, step: int, parts: Iterable[dict[str, Array]], owner: int, owners: int) -> None:
-        """Replace all rows by the rows of a checkpoint that belong to process `owner` of `owners`. step: the number of
-        updates then."""
+    def load(self, name: str, step: int, parts: Iterable[dict[str, Array]], owner: int, owners: int) -> None:
+        """Replace all rows by the rows of a checkpoint that belong to process `owner` of `owners`. name: of the
+        checkpoint. step: the number of updates then. parts: later rows replace earlier ones."""
         self._table.clear()
         self.optimizer.global_step = step
         for columns in parts:
             hashes = row_twins.hashes(columns["ids"])
             own = (hashes >> np.uint64(32)) * np.uint64(owners) >> np.uint64(32) == owner
             self.write({name: column[own] for name, column in columns.items()})
-
-    def save(self) -> dict[str, Array]:
-        """Remove the rows that have expired, and return the columns for a checkpoint."""
         self.expire()
-        return self.columns()
+        self._saved = SavedRows(name, step, 0)
+
+    def save(self, name: str, complete: Collection[str]) -> tuple[dict[str, Array], str]:
+        """Remove the rows that have expired. Return the columns for a checkpoint, and the name of its base: "" if these
+        are all rows. name: of the checkpoint. complete: the names of the checkpoints that exist."""
+        self.expire()
+        last, step = self._saved, self.optimizer.global_step
+        if last is None or last.name not in complete or last.name >= name or last.partial + 1 >= self.form.full_every:
+            self._unfinished = SavedRows(name, step, 0)
+            return self.columns(), ""
+        self._unfinished = SavedRows(name, step, last.partial + 1)
+        return self.columns(last.step + 1), last.name
+
+    def note_complete(self, name: str) -> None:
+        """Note that the checkpoint that was saved last is complete: the next one may be based on it."""
+        if self._unfinished is not None and self._unfinished.name == name:
+            self._saved = self._unfinished
 
     def expire(self) -> int:
         """Remove the rows that no lookup for training has used for `expire_after` steps. Return their number."""

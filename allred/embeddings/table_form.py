@@ -51,6 +51,7 @@ class TableForm:
     seed: int
     admit_after: int
     expire_after: int | None
+    full_every: int
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and self.name):
@@ -68,6 +69,7 @@ class TableForm:
         self._replace("admit_after", integer(self._of("admit_after"), self.admit_after, 1, "it counts lookups"))
         if self.expire_after is not None:
             self._replace("expire_after", integer(self._of("expire_after"), self.expire_after, 1, "it counts steps"))
+        self._replace("full_every", integer(self._of("full_every"), self.full_every, 1, "it counts checkpoints"))
         given = self.optimizer
         if not isinstance(given, Optimizer) or given.kernel(0.1, 1) is None:
             raise InputError(

@@ -36,13 +36,16 @@ class RankTables:
     def owners(self) -> int:
         return functions.current().size
 
-    def check(self, table: Embedding, call: str, problem: str) -> None:
+    def check(self, table: Embedding, call: str, problem: str, ready: bool = False) -> bool:
         communicator = functions.current()
         title = f"table {table.name!r}, {call}()"
         if communicator.size > 1:
-            communicator.check("table", title, settings=table.form.text, problem=problem).wait()
-        elif problem:
+            settings = table.form.text
+            fields = communicator.check("table", title, settings=settings, note=ready, problem=problem).wait()
+            return all(each.note for each in fields)
+        if problem:
             raise InputError(f"{title}: {problem}")
+        return ready
 
     def fetch(self, table: Embedding, distinct: DistinctIds, train: bool) -> Array:
         communicator, store = functions.current(), self._stores[table.name]
@@ -51,6 +54,10 @@ class RankTables:
         ids, counts = communicator.alltoall(distinct.ids, distinct.counts.tolist(), f"ids of {table.name}").wait()
         rows = store.lookup(ids, train)
         return communicator.alltoall(rows, counts.tolist(), f"vectors of {table.name}").wait()[0]
+
+    def prefetch(self, table: Embedding, distinct: DistinctIds) -> Callable[[], Array]:
+        rows = self.fetch(table, distinct, True)
+        return lambda: rows
 
     def size(self, table: Embedding) -> int:
         self.check(table, "size", "")
@@ -77,7 +84,7 @@ class RankTables:
         communicator = functions.current()
         self._gathered = {}
         for table in self._tables:
-            own = self._stores[table.name].save()
+            own, _ = self._stores[table.name].save("", ())
             splits = [len(own["ids"]), *[0] * (communicator.size - 1)]
             if communicator.size > 1:
                 title = f"checkpoint of {table.name}"
@@ -95,7 +102,7 @@ class RankTables:
                 name: [table_rows.write_rows(directory, number, name, 0, 1, columns)]
                 for number, (name, columns) in enumerate(gathered.items())
             }
-            return table_rows.describe_tables(parts, steps)
+            return table_rows.describe_tables(parts, steps, dict.fromkeys(parts, ""))
 
         return write
 
@@ -104,13 +111,13 @@ class RankTables:
         rows. Collective."""
         communicator = functions.current()
         for table in self._tables:
-            parts: Iterable[dict[str, Array]] = table_rows.read_rows(path, saved[table.name])
+            parts: Iterable[dict[str, Array]] = table_rows.read_rows(path, table.name)
             if not everywhere and communicator.size > 1:
                 first = communicator.ranks[0]
                 whole = list(parts) if communicator.rank == 0 else None
                 parts = communicator.broadcast_object(whole, first, f"rows of {table.name}").wait()
             step = saved[table.name]["step"]
-            self._stores[table.name].load(step, parts, communicator.rank, communicator.size)
+            self._stores[table.name].load(path.name, step, parts, communicator.rank, communicator.size)
 
     # Steps.
 

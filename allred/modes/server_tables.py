@@ -1,11 +1,12 @@
 """Embedding tables in mode ps: the parameter servers hold the rows, and a worker sends requests to them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from allred import arena
 from allred.arrays import Array
 from allred.embeddings.embedding import DistinctIds, Embedding, describe_nonfinite
 from allred.errors import InputError
@@ -28,10 +29,11 @@ class ServerTables:
 
     # The link of a table: see TableLink.
 
-    def check(self, table: Embedding, call: str, problem: str) -> None:
+    def check(self, table: Embedding, call: str, problem: str, ready: bool = False) -> bool:
         if problem or self.client is None:
             problem = problem or "call broadcast(params) of the optimizer before, on all workers"
             raise InputError(f"table {table.name!r}, {call}(): {problem}")
+        return ready
 
     def _servers(self, table: Embedding, call: str) -> "Client":
         self.check(table, call, "")
@@ -39,10 +41,21 @@ class ServerTables:
         return self.client
 
     def fetch(self, table: Embedding, distinct: DistinctIds, train: bool) -> Array:
-        rows = np.empty((len(distinct.ids), table.dim), table.dtype)
+        rows = arena.empty((len(distinct.positions), table.dim), table.dtype)[: len(distinct.ids)]  # memory in use
         client = self._servers(table, "lookup")
         client.look_up(self._numbers[table.name], distinct.ids, distinct.counts.tolist(), rows, train)
         return rows
+
+    def prefetch(self, table: Embedding, distinct: DistinctIds) -> Callable[[], Array]:
+        rows = np.empty((len(distinct.ids), table.dim), table.dtype)
+        client = self._servers(table, "prefetch")
+        client.prefetch(self._numbers[table.name], distinct.ids, distinct.counts.tolist(), rows, True)
+
+        def wait() -> Array:
+            client.await_prefetch()
+            return rows
+
+        return wait
 
     def size(self, table: Embedding) -> int:
         return sum(self._servers(table, "size").call(protocol.CountRows(self._numbers[table.name])))
@@ -66,7 +79,7 @@ class ServerTables:
     def load(self, path: Path, saved: dict[str, Any], everywhere: bool) -> None:
         """Let the servers read the rows of a checkpoint. On worker 0."""
         for table in self._tables:
-            request = protocol.LoadRows(self._numbers[table.name], path, saved[table.name])
+            request = protocol.LoadRows(self._numbers[table.name], path, saved[table.name]["step"])
             self._servers(table, "restore").call(request)
 
     # Steps.

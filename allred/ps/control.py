@@ -5,6 +5,7 @@ again; so the handler of a request that may wait must have the same effect when 
 """
 
 from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any
 
 from allred import checkpoint
@@ -15,7 +16,7 @@ from allred.comm.work import Steps
 from allred.embeddings.row_store import RowStore
 from allred.errors import AllredError, InputError, MismatchError
 from allred.optim.base import Optimizer
-from allred.ps import protocol, shm_transport
+from allred.ps import protocol, shm_transport, table_cells
 from allred.ps.context import Context
 from allred.ps.mpi_transport import CALL, REPLY, MpiTransport
 from allred.ps.placement import Placement
@@ -72,7 +73,7 @@ class Control:
             protocol.GetStep: self._get_step,
             protocol.SetStep: self._set_step,
             protocol.Save: self._save,
-            protocol.CheckpointComplete: lambda _, r: set_role(f"{topology.role()}; last checkpoint {r.path}"),
+            protocol.CheckpointComplete: self._checkpoint_complete,
             protocol.GetStatistics: lambda _, request: step_handler.statistics,
             protocol.BeginDrain: self._begin_drain,
             protocol.EndDrain: self._end_drain,
@@ -154,7 +155,7 @@ class Control:
         if not on_this_node or self._shard_offer is None:
             return None, None, None
         memory, offer = shm_transport.allocate(shm_transport.BOX_BYTES)
-        vectors, vectors_offer = shm_transport.allocate(shm_transport.VECTORS_BYTES * has_tables)
+        vectors, vectors_offer = shm_transport.allocate(table_cells.VECTORS_BYTES * has_tables)
         if offer is None or vectors_offer is None:
             return None, None, None
         self.ports[worker] = MailboxPort(shm_transport.mailbox(memory, self._memory))
@@ -210,12 +211,12 @@ class Control:
     def _load_rows(self, worker: int, request: protocol.LoadRows) -> None:
         store = self._step_handler.require_shard().tables[request.table]
         with wait.busy():
-            parts = table_rows.read_rows(request.path, request.saved)
-            store.load(request.saved["step"], parts, self._context.rank, self._context.servers)
+            parts = table_rows.read_rows(request.path, store.form.name)
+            store.load(request.path.name, request.step, parts, self._context.rank, self._context.servers)
 
     def _save(
         self, worker: int, request: protocol.Save
-    ) -> tuple[checkpoint.ShardInfo, Any, int, dict[str, tuple[checkpoint.ShardInfo, int]]]:
+    ) -> tuple[checkpoint.ShardInfo, Any, int, dict[str, tuple[checkpoint.ShardInfo, int, str]]]:
         shard = self._step_handler.require_shard()
         state, slots = shard.state()
         entries = []
@@ -243,9 +244,15 @@ class Control:
             written = checkpoint.write_shard(request.directory, *where, entries)
             for number, store in enumerate(shard.tables):
                 name = store.form.name
-                info = table_rows.write_rows(request.directory, number, name, *where, store.save())
-                rows[name] = info, store.optimizer.global_step
+                columns, base = store.save(request.name, request.complete)
+                info = table_rows.write_rows(request.directory, number, name, *where, columns)
+                rows[name] = info, store.optimizer.global_step, base
         return written, state, shard.version, rows
+
+    def _checkpoint_complete(self, worker: int, request: protocol.CheckpointComplete) -> None:
+        set_role(f"{topology.role()}; last checkpoint {request.path}")
+        for store in self._step_handler.require_shard().tables:
+            store.note_complete(Path(request.path).name)
 
     # The end.
 

@@ -291,7 +291,7 @@ class MpiPort(_Tested):
         self._sends.append((self._transport.comm.Issend([copy, MPI.BYTE], self._worker, DOWN), copy))
         return True
 
-    def room_for(self, number: int, nbytes: int) -> Array:
+    def room_for(self, start: int, nbytes: int, before: int) -> Array:
         """Return memory for a cell of a lookup, which `give` sends."""
         return np.empty(nbytes, np.uint8)
 

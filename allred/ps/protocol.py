@@ -28,10 +28,11 @@ from allred.wording import count
 
 RECORD_BYTES = 64  # of each step request and each step reply
 
-BEGIN, PUSH, DONE, PULL, ABSENT, INIT, DRAIN, LOOKUP, TRAIN, TABLES = (1 << bit for bit in range(10))
+BEGIN, PUSH, DONE, PULL, ABSENT, INIT, DRAIN, LOOKUP, TRAIN, PREFETCH, TABLES = (1 << bit for bit in range(11))
 # ABSENT: some pieces have no gradient; an additional first cell marks them, one byte for each piece.
 # INIT: the cells are initial parameters, not gradients. DRAIN: this worker was asked to stop. TRAIN: a lookup makes the
-# rows that are missing. TABLES: the gradients of embedding tables come before those of the parameters.
+# rows that are missing. PREFETCH: the worker does not wait for the vectors. TABLES: the gradients of embedding tables
+# come before those of the parameters.
 
 DROPPED, DRAINING = (1 << bit for bit in range(2))  # of replies. DRAINING: a rank was asked to stop, so all must stop
 
@@ -154,11 +155,11 @@ class WriteRows(ControlRequest, title="vectors for a table"):
 
 
 class LoadRows(ControlRequest, title="the rows of a table"):
-    """Read the rows of a table from the checkpoint `path`. saved: a value of `checkpoint.tables_in`."""
+    """Read the rows of a table from the checkpoint `path`, in which it had made `step` updates."""
 
     table: int
     path: Path
-    saved: dict[str, Any]
+    step: int
 
 
 class CompareBatches(ControlRequest, title="the arguments of the batches"):
@@ -189,11 +190,14 @@ class SetStep(ControlRequest, title="the number of the step"):
 
 class Save(ControlRequest):
     """Write this server's part of a checkpoint. Reply: (shard, optimizer's state, version, {table: (file with rows,
-    number of updates)}). names: of tensors that have another name in checkpoints. extra: one more entry."""
+    number of updates, base)}). names: of tensors that have another name in checkpoints. extra: one more entry. name:
+    of the checkpoint. complete: names of those that exist."""
 
     directory: Path
     names: dict[str, str]
     extra: tuple[checkpoint.Entry, Array] | None = None
+    name: str = ""
+    complete: frozenset[str] = frozenset()
 
 
 class CheckpointComplete(ControlRequest):

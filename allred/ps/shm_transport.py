@@ -18,8 +18,6 @@ from allred.ps.run_steps import Condition
 from allred.ps.shard import CELL_BYTES
 
 SLOTS = 8  # cells in a mailbox
-VECTOR_CELLS = 8  # of the vectors that a worker looks up
-VECTORS_BYTES = VECTOR_CELLS * CELL_BYTES
 BELL_BYTES = 64  # doorbell that wakes a sleeping server, at the end of the parameters' memory
 BOX_BYTES = native.mailbox_bytes(SLOTS, CELL_BYTES) if native.mailbox_bytes is not None else 0
 
@@ -38,11 +36,6 @@ def offer_arena() -> Offer | None:
     """Return how a server opens the arena of this worker; None if there is none."""
     own = arena.memory()
     return None if own is None else describe(own[1], len(own[0]))
-
-
-def vectors_at(number: int) -> int:
-    """Return the place of a cell of vectors in their memory, in bytes."""
-    return number % VECTOR_CELLS * CELL_BYTES
 
 
 def mailbox(memory: Any, parameters: Any) -> Any:
@@ -91,14 +84,14 @@ class MailboxPort:
         return True
 
     def set_vectors(self, memory: Any) -> None:
-        """Set the memory of the vectors that the worker looks up, VECTORS_BYTES bytes."""
+        """Set the memory of the vectors that the worker looks up (table_cells.py)."""
         self._vectors = np.frombuffer(memory, np.uint8)
 
-    def room_for(self, number: int, nbytes: int) -> Array | None:
-        """Return the memory of this cell of a lookup; None until the worker has copied the cell that was there."""
-        if number >= VECTOR_CELLS and not self.has_read(number - VECTOR_CELLS):
+    def room_for(self, start: int, nbytes: int, before: int) -> Array | None:
+        """Return memory for a cell of a lookup; None until the worker has copied cell `before`, which was there. start:
+        the place in the memory of vectors."""
+        if before >= 0 and not self.has_read(before):
             return None
-        start = vectors_at(number)
         memory: Array = self._vectors[start : start + nbytes]
         return memory
 

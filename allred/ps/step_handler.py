@@ -18,7 +18,7 @@ from allred.errors import AllredError
 from allred.ps import protocol, table_cells
 from allred.ps.protocol import ServerStatistics
 from allred.ps.shard import CELL_BYTES, Shard, Update
-from allred.ps.shm_transport import VECTOR_CELLS, MailboxPort
+from allred.ps.shm_transport import MailboxPort
 from allred.timeline import recorder
 from allred.timeline.recorder import span
 from allred.wording import named
@@ -359,19 +359,25 @@ class StepHandler:
 
     def _look_up(self, worker: int, port: Any, shard: Shard, request: protocol.StepRequest) -> Steps[None]:
         """Send the vectors of ids."""
-        store = shard.tables[request.table]
-        ranges = table_cells.lookup_ranges(request.ids, store.row_bytes)
+        store, train = shard.tables[request.table], bool(request.flags & protocol.TRAIN)
+        row_bytes, waits = store.row_bytes, not request.flags & protocol.PREFETCH
+        in_memory, number = table_cells.vector_cells(row_bytes, waits), 0
+        ranges = table_cells.id_ranges(request.ids)
         port.open(np.array([(stop - start) * table_cells.ID_BYTES for start, stop in ranges], np.int64))
-        with span("lookup", store.form.name, request.ids * store.row_bytes, self._rows[worker]):
-            for number, (start, stop) in enumerate(ranges):
+        with span("lookup", store.form.name, request.ids * row_bytes, self._rows[worker]):
+            for first, end in ranges:
                 while (cell := port.cell()) is None:
                     yield port
-                while (room := port.room_for(number, (stop - start) * store.row_bytes)) is None:
-                    yield port.reading(number - VECTOR_CELLS, worker)
-                store.lookup_into(np.frombuffer(cell, np.uint64), room, bool(request.flags & protocol.TRAIN))
+                ids = np.array(cell, np.uint8).view(np.uint64)
                 port.take()
-                while not port.give(room):
-                    yield port.room
+                for start, stop in table_cells.vector_ranges(end - first, row_bytes):
+                    at, before = table_cells.vectors_at(number, row_bytes, waits), number - in_memory
+                    while (room := port.room_for(at, (stop - start) * row_bytes, before)) is None:
+                        yield port.reading(before, worker)
+                    store.lookup_into(ids[start:stop], room, train)
+                    while not port.give(room):
+                        yield port.room
+                    number += 1
         self.statistics.bytes_out += request.ids * store.row_bytes
         self._reply(port, shard, request.step, 0, 0)
 

@@ -1,6 +1,7 @@
 """How the ids, vectors and gradients of embedding tables travel: in cells that have whole rows.
 
-A lookup sends ids in cells, and gets one cell of vectors for each. A push has first one cell with a header for each
+A lookup sends ids in cells, and gets vectors in smaller cells, through memory of the server that has room for some of
+them: for all of a lookup that the worker does not wait for. A push has first one cell with a header for each
 table, the number of ids and the learning rate; then for each table cells of ids and of their gradients in turn.
 """
 
@@ -13,6 +14,8 @@ from allred.arrays import Array
 from allred.ps.shard import CELL_BYTES
 
 LOOKUP_BYTES = 2**17  # of a cell of vectors: it stays in the cache of a core
+VECTORS_BYTES = 2**25  # of the memory for vectors
+_WAITING_CELLS = 8  # in this memory at once, if the worker waits
 ID_BYTES = 8
 _HEADER = np.dtype([("ids", np.int64), ("lr", np.float64)])
 
@@ -33,9 +36,29 @@ def ranges(count: int, row_bytes: int, cell_bytes: int) -> Iterator[tuple[int, i
         yield start, min(start + step, count)
 
 
-def lookup_ranges(count: int, row_bytes: int) -> list[tuple[int, int]]:
-    """Return (start, stop) of the rows of each cell of a lookup."""
-    return list(ranges(count, row_bytes, LOOKUP_BYTES))
+def id_ranges(count: int) -> list[tuple[int, int]]:
+    """Return (start, stop) of the ids of each cell of a lookup."""
+    return list(ranges(count, ID_BYTES, CELL_BYTES))
+
+
+def vector_ranges(count: int, row_bytes: int) -> list[tuple[int, int]]:
+    """Return (start, stop) of the ids of each cell of vectors, in the order of the cells. No such cell has ids of two
+    cells of ids."""
+    return [
+        (first + start, first + stop)
+        for first, end in id_ranges(count)
+        for start, stop in ranges(end - first, row_bytes, LOOKUP_BYTES)
+    ]
+
+
+def vector_cells(row_bytes: int, waits: bool) -> int:
+    """Return how many cells of vectors are in the memory for vectors at once. waits: whether the worker waits."""
+    return _WAITING_CELLS if waits else VECTORS_BYTES // max(row_bytes, LOOKUP_BYTES)
+
+
+def vectors_at(number: int, row_bytes: int, waits: bool) -> int:
+    """Return the place of a cell of vectors in their memory, in bytes."""
+    return number % vector_cells(row_bytes, waits) * max(row_bytes, LOOKUP_BYTES)
 
 
 def push_parts(given: Sequence[TableGradient]) -> tuple[list[Array], Array]:

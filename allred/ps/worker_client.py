@@ -19,6 +19,7 @@ import numpy as np
 from allred import arena, checkpoint, world
 from allred.arrays import Array, as_buffer
 from allred.checkpoint import table_rows
+from allred.checkpoint.directory import name_of_step
 from allred.comm import functions
 from allred.comm.work import Steps
 from allred.errors import AllredError, InputError
@@ -29,7 +30,7 @@ from allred.ps.placement import Piece, Placement
 from allred.ps.protocol import ServerStatistics
 from allred.ps.run_steps import AllPending, run_steps
 from allred.ps.shard import Layout, Parts, lay_out
-from allred.ps.shm_transport import open_mailbox, vectors_at
+from allred.ps.shm_transport import open_mailbox
 from allred.ps.table_cells import TableGradient
 from allred.timeline import recorder
 from allred.timeline.recorder import span
@@ -41,6 +42,7 @@ _INTERRUPTED = (
 )
 _FORKED = "this process was forked from a rank after allred.init(); use allred in the rank only"
 _LEFT = "this worker has left the parameter servers (allred.shutdown()); make a new optimizer with allred.distributed"
+_LOOKUP = "a lookup of embeddings"
 _PUSH_PULL = protocol.PUSH | protocol.PULL
 _KINDS = {protocol.PUSH: "push", protocol.PULL: "pull", _PUSH_PULL: "push+pull", 0: "wait"}  # in the timeline
 _NOTHING: list[Any] = []
@@ -71,16 +73,21 @@ class _ServerLink:
         self.box.begin(record, up, up_cells, down, self.memory if down else None, down_cells)
         return self.box
 
-    def look_up(self, transport: MpiTransport, record: bytes, ids: Array, rows: Array) -> Any:
-        """Send a lookup and return its `Pending`. rows: contiguous, to fill."""
+    def look_up(self, transport: MpiTransport, record: bytes, ids: Array, rows: Array, waits: bool) -> Any:
+        """Send a lookup and return its `Pending`. rows: contiguous, to fill. waits: whether the worker waits for it."""
         row_bytes = rows.shape[1] * rows.itemsize
-        ranges = table_cells.lookup_ranges(len(ids), row_bytes)
-        up = np.array([(stop - start) * table_cells.ID_BYTES for start, stop in ranges], np.int64)
-        down = np.array([(vectors_at(i), (b - a) * row_bytes) for i, (a, b) in enumerate(ranges)], np.int64)
+        up = np.array([(b - a) * table_cells.ID_BYTES for a, b in table_cells.id_ranges(len(ids))], np.int64)
+        down = np.array(
+            [
+                (table_cells.vectors_at(number, row_bytes, waits), (stop - start) * row_bytes)
+                for number, (start, stop) in enumerate(table_cells.vector_ranges(len(ids), row_bytes))
+            ],
+            np.int64,
+        )
         flat = rows.reshape(-1).view(np.uint8)
         if self.box is None:
             return Exchange(transport, self.server, record, [ids.view(np.uint8)], up, [flat], down[:, 1])
-        self.box.begin(record, [ids], up, [flat], self.vectors, down.reshape(-1, 2))
+        self.box.begin(record, [ids], up, [flat], self.vectors, down.reshape(-1, 2), waits)
         return self.box
 
     def mark(self, absent: Sequence[int], sources: list[Array], cells: Array) -> tuple[list[Array], Array]:
@@ -140,6 +147,7 @@ class Client:
         self._thread: int | None = None  # the thread that makes a request now
         self._in_flight: list[Any] = []
         self._tables: Sequence[Sequence[TableGradient]] = ()  # of the current step
+        self._prefetch: list[Any] = []  # lookups that this worker has not waited for yet
         _clients.add(self)
 
     def check_usable(self) -> None:
@@ -155,6 +163,7 @@ class Client:
     def _begin(self) -> None:
         """Begin a request; only one is allowed at a time."""
         self.check_usable()
+        self.await_prefetch()
         self._unusable, self._thread = _INTERRUPTED, threading.get_ident()
 
     @staticmethod
@@ -258,21 +267,51 @@ class Client:
         """Look up vectors of an embedding table. ids: uint64, those of each server together. counts: of each server.
         rows: contiguous, to fill: shape (ids, dim)."""
         self._begin()
-        flags, title = protocol.LOOKUP | protocol.TRAIN * train, "a lookup of embeddings"
-        self._in_flight = pending = []
+        with recorder.NO_SPAN if recorder.current is None else span("lookup", _LOOKUP, rows.nbytes):
+            self._end_look_up(self._begin_look_up(table, ids, counts, rows, train, waits=True))
+
+    def prefetch(self, table: int, ids: Array, counts: Sequence[int], rows: Array, train: bool) -> None:
+        """As `look_up`, but return before the vectors have arrived, if the servers share memory with this worker that
+        has room for them. The next request, or `await_prefetch`, waits for them."""
+        row_bytes = rows.shape[1] * rows.itemsize
+        room = table_cells.vector_cells(row_bytes, waits=False)
+        fits = all(len(table_cells.vector_ranges(count, row_bytes)) <= room for count in counts)
+        if not fits or any(link.box is None for link in self._links):
+            return self.look_up(table, ids, counts, rows, train)
+        self._begin()
+        self._prefetch = self._begin_look_up(table, ids, counts, rows, train, waits=False)
+        self._thread, self._unusable = None, ""
+
+    def await_prefetch(self) -> None:
+        """Wait until the vectors of `prefetch` have arrived."""
+        if self._prefetch:
+            pending, self._prefetch = self._prefetch, []
+            self._unusable, self._thread = _INTERRUPTED, threading.get_ident()
+            self._end_look_up(pending)
+
+    def _begin_look_up(
+        self, table: int, ids: Array, counts: Sequence[int], rows: Array, train: bool, waits: bool
+    ) -> list[Any]:
+        flags = protocol.LOOKUP | protocol.TRAIN * train | protocol.PREFETCH * (not waits)
+        pending: list[Any] = []
+        self._in_flight, start = pending, 0
         try:
-            with recorder.NO_SPAN if recorder.current is None else span("lookup", title, rows.nbytes):
-                start = 0
-                for link, count in zip(self._links, counts, strict=True):
-                    if count:
-                        record = protocol.pack_request(
-                            flags, self.step_number, link.version, math.nan, self.weight, table, count
-                        )
-                        part = slice(start, start + count)
-                        pending.append(link.look_up(self._transport, record, ids[part], rows[part]))
-                        start += count
-                if pending and (len(pending) > 1 or not pending[0].done()):
-                    self._run(title, _until_done(pending))
+            for link, count in zip(self._links, counts, strict=True):
+                if count:
+                    record = protocol.pack_request(
+                        flags, self.step_number, link.version, math.nan, self.weight, table, count
+                    )
+                    part = slice(start, start + count)
+                    pending.append(link.look_up(self._transport, record, ids[part], rows[part], waits))
+                    start += count
+        except LOST as error:
+            raise self._lost(error) from error
+        return pending
+
+    def _end_look_up(self, pending: list[Any]) -> None:
+        try:
+            if pending and (len(pending) > 1 or not pending[0].done()):
+                self._run(_LOOKUP, _until_done(pending))
         except LOST as error:
             raise self._lost(error) from error
         finally:
@@ -430,12 +469,14 @@ class Client:
         step, _ = self.step_and_version()
         directory = checkpoint.begin(root, step)
         try:
-            others = [protocol.Save(directory, names)] * (len(self._links) - 1)
-            saved = self.call_each([protocol.Save(directory, names, entry), *others], title)
+            complete = frozenset(path.name for path in checkpoint.list_complete(root))
+            save = protocol.Save(directory, names, entry, name_of_step(step), complete)
+            others = [dataclasses.replace(save, extra=None)] * (len(self._links) - 1)
+            saved = self.call_each([save, *others], title)
             versions = [version for _, _, version, _ in saved]
             parts = {name: [rows[name][0] for *_, rows in saved] for name in saved[0][3]}
-            steps = {name: step for name, (_, step) in saved[0][3].items()}
-            tables = table_rows.describe_tables(parts, steps)
+            steps, bases = ({name: each[i] for name, each in saved[0][3].items()} for i in (1, 2))
+            tables = table_rows.describe_tables(parts, steps, bases)
             manifest = {**meta, "optimizer": saved[0][1], "versions": versions, **tables}
             path = str(checkpoint.commit(directory, step, [shard for shard, *_ in saved], manifest))
         except BaseException:
@@ -452,11 +493,13 @@ class Client:
 
     def leave(self) -> None:
         """Tell the servers that this worker makes no more requests."""
+        self.await_prefetch()
         send_leave(self._context.comm, self._context.servers)
         self._unusable = _LEFT
 
     def leave_and_wait(self) -> list[ServerStatistics]:
         """As `leave`, but wait until the last worker has left. Return the statistics of the servers."""
+        self.await_prefetch()
         request = protocol.LeaveAndWait()
         found: list[ServerStatistics] = self._run(request.title, self._exchange([request] * len(self._links)), True)
         self._unusable = _LEFT

@@ -263,8 +263,8 @@ static PyObject *run_for(Mailbox *self, int64_t idle_limit_ns) {
 static PyObject *begin(Mailbox *self, PyObject *const *args, Py_ssize_t count) {
   char *record;
   Py_ssize_t bytes;
-  if (count != 6 || !PyList_Check(args[1]) || !PyList_Check(args[3]))
-    return PyErr_Format(PyExc_TypeError, "begin(record, up: list, up_cells, down: list, shard, down_cells)");
+  if (count < 6 || count > 7 || !PyList_Check(args[1]) || !PyList_Check(args[3]))
+    return PyErr_Format(PyExc_TypeError, "begin(record, up: list, up_cells, down: list, shard, down_cells, wait=True)");
   if (!allred_mailbox_is_free(self) || allred_mailbox_record(args[0], &record, &bytes) < 0) return NULL;
   if (pending(self)) return PyErr_Format(PyExc_ValueError, "a request is pending");
   if (allred_mailbox_closed(&self->box))
@@ -275,7 +275,7 @@ static PyObject *begin(Mailbox *self, PyObject *const *args, Py_ssize_t count) {
     return NULL;
   }
   allred_request_begin(&self->request, &self->box, record, (size_t)bytes);
-  return run_for(self, ALLRED_SPIN_WAIT_NS);
+  return run_for(self, count == 7 && args[6] == Py_False ? 0 : ALLRED_SPIN_WAIT_NS);
 }
 
 static PyObject *done(Mailbox *self, PyObject *unused) { return run_for(self, 0); }
@@ -295,7 +295,7 @@ static PyObject *waits_for_peers(Mailbox *self, void *unused) { Py_RETURN_FALSE;
 
 static PyMethodDef methods[] = {
     METHOD("set_arena", set_arena, METH_O, "Let gradients be read from this memory of the worker. Both ends call it."),
-    METHOD("begin", begin, METH_FASTCALL, "Begin a request; whether it completes at once."),
+    METHOD("begin", begin, METH_FASTCALL, "Begin a request; whether it completes at once, or within a wait."),
     METHOD("done", done, METH_NOARGS, "Take the steps that need no waiting; whether complete."),
     METHOD("spin_wait", spin_wait, METH_NOARGS, "The same, until 1 ms passes without progress."),
     METHOD("poll", allred_python_mailbox_poll, METH_NOARGS, "Return the record of a new request, or None."),

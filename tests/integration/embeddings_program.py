@@ -1,13 +1,14 @@
 """Cases of embedding tables in mode ps: `embeddings_program.py SERVERS CASES` under mpirun; see ps_program.py."""
 
 import json
+import os
 import sys
 
 import numpy as np
 from ps_program import ARGUMENTS, OPTIONS, main
 
 import allred
-from allred import embeddings, optim
+from allred import checkpoint, embeddings, optim
 from allred.embeddings.row_store import RowStore
 from allred.errors import AllredError
 
@@ -182,6 +183,52 @@ def assigned():
         table.assign(ids, values)
     allred.barrier()
     return bool(np.array_equal(table.lookup(ids, train=False), values))
+
+
+def partial_checkpoints():
+    """Checkpoints with the rows that were used since the one before. Return the rows in each, the checkpoints that are
+    left of all but the newest, and whether it gives the rows back."""
+    table = make("users", "adam", full_every=3, expire_after=4)
+    opt, params = distribute(table)
+    rows, directory = [], ARGUMENTS["directory"]
+    for number in range(8):
+        ids = ids_of(0, number)[:10]
+        table.lookup(ids)
+        table.gradient(gradients_of(0, number)[:10])
+        opt.step(params, {"w": np.ones(3, np.float32)})
+        if number == 5:
+            table.assign([1000], np.ones((1, DIM)))
+        saved = checkpoint.read_manifest(opt.save(directory, params)).meta["tables"]["users"]
+        rows.append(sum(part["entries"][0]["shape"][0] for part in saved["parts"]))
+        assert (saved["base"] == "") == (number % 3 == 0), number
+    expected = table.export()
+    checkpoint.prune(directory, 1)
+    left = sorted(os.listdir(directory))
+    table.lookup(np.arange(500))
+    opt.step(params, {"w": np.ones(3, np.float32)})
+    assert opt.restore(directory, params) == 8
+    found = table.export()
+    return rows, left, all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
+def prefetches():
+    """Vectors that were prefetched lack one step. The memory for vectors is smaller than those of the second call."""
+    table = allred.Embedding("rows", ARGUMENTS["dim"], optimizer=optim.SGD(1.0))
+    opt, params = distribute(table)
+    ids, moved = np.random.default_rng(0).permutation(10**6)[: ARGUMENTS["count"]], []
+    before = table.lookup(ids)
+    for _ in range(3):
+        table.gradient(np.ones_like(before))
+        table.prefetch(ids)
+        assert table.size() == len(ids)  # another request between
+        opt.step(params, {"w": np.ones(3, np.float32)})
+        stale = table.lookup(ids)
+        assert np.array_equal(stale, before)
+        fresh = table.lookup(ids, train=False)
+        moved.append(float((stale - fresh).min()))
+        before = fresh
+    table.prefetch(ids)  # the worker leaves without it
+    return moved
 
 
 if __name__ == "__main__":

@@ -57,6 +57,21 @@ def test_rows_in_many_cells(apart, servers):
     assert equal
 
 
+@pytest.mark.parametrize(("apart", "servers"), LAYOUTS)
+def test_prefetched_vectors(apart, servers):
+    cases = [["prefetches", {"dim": dim, "count": count}, {}] for dim, count in ((6, 3000), (700, 20_000))]
+    for moved in run(cases, 1, servers, apart=apart):
+        assert moved == pytest.approx([1.0, 1.0, 1.0], abs=1e-5)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_checkpoints_with_the_rows_used_since_the_one_before(servers, tmp_path):
+    ((rows, left, equal),) = run([["partial_checkpoints", {"directory": str(tmp_path)}, {}]], 1, servers)
+    assert left == ["step-00000007", "step-00000008"]
+    assert equal
+    assert max(rows[number] for number in (1, 2, 4, 5, 7)) <= 11 < min(rows[3], rows[6]), rows
+
+
 def test_errors_and_settings():
     cases = [[name, {}, {}] for name in ("errors", "skips", "learning_rate", "assigned")]
     texts, skipped, rates, assigned = run(cases, 1, 2)

@@ -420,3 +420,46 @@ def test_a_damaged_file_of_rows_is_found(rank, size, tmp_path):
     allred.barrier()
     with pytest.raises(CheckpointError, match="is damaged"):
         opt.restore(directory, {"w": np.zeros(2, np.float32)})
+
+
+def test_prefetched_vectors_lack_the_steps_between(rank, size):
+    table, opt = make("sgd")
+    for number in range(3):
+        ids = ids_of(rank, number).reshape(6, 5)
+        before = table.lookup(ids, train=False)
+        table.prefetch(ids)
+        vectors = table.lookup(np.arange(ROWS), train=False)
+        np.testing.assert_array_equal(table.lookup(ids), before)
+        table.gradient(gradients_of(rank, number, before.shape))
+        table.prefetch(ids)
+        step(opt)
+        stale = table.lookup(ids)
+        np.testing.assert_array_equal(stale, before)
+        fresh = table.lookup(ids, train=False)
+        assert not np.array_equal(fresh, before)
+        table.prefetch(ids, staleness=0)
+        table.gradient(gradients_of(rank, number, before.shape), stale)
+        step(opt)
+        assert not np.array_equal(table.lookup(ids), fresh)  # the prefetched ones were too old
+        step(opt)
+    assert vectors.shape == (ROWS, DIM)
+
+
+def test_all_ranks_use_prefetched_vectors_or_none(rank, size):
+    table, opt = make("sgd")
+    ids = ids_of(rank, 0)
+    table.lookup(ids)
+    table.gradient(np.ones((len(ids), DIM), np.float32))
+    table.prefetch(ids)
+    step(opt)
+    vectors = table.lookup(ids[::-1] if rank == size - 1 else ids)
+    fresh = table.lookup(ids, train=False)
+    np.testing.assert_array_equal(vectors, fresh[::-1] if rank == size - 1 else fresh)
+
+
+def test_wrong_prefetch_of_one_rank_is_an_error_on_all(rank, size):
+    table, _ = make()
+    with pytest.raises(InputError, match=r"prefetch\(\): rank 0|ids must be integers"):
+        table.prefetch([0.5] if rank == size - 1 else [1])
+    with pytest.raises(InputError, match="staleness must be an integer"):
+        table.prefetch([1], staleness=-1)
