@@ -64,6 +64,7 @@ spread_rows: Callable[..., None] = _rows.spread_rows
 sum_gradients: Callable[..., None] = _rows.sum_gradients
 
 Mailbox: Any = getattr(_kernels, "Mailbox", None)  # see csrc/mailbox.h
+StepServer: Any = getattr(_kernels, "StepServer", None)  # see csrc/step_server.h
 mailbox_bytes: Callable[[int, int], int] | None = getattr(_kernels, "mailbox_bytes", None)
 
 # None if the extension was not built; see csrc/arena.h and _kernels.pyi.

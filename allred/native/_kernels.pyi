@@ -383,3 +383,29 @@ def spread_rows(
 def sum_gradients(
     out: Any, gradients: Any, positions: Any, dim: int, offsets: Any = None, mean: bool = False, /
 ) -> None: ...
+
+class StepServer:
+    """Steps that a server serves in C; see csrc/step_server.h. cells: for each cell the parameters and the slots of the
+    rule, None for a missing one."""
+
+    def __init__(self, rule: str, cells: list[tuple[Any, ...]], /) -> None: ...
+    def set_boxes(self, boxes: list[Any], type: type, /) -> None: ...
+    def apply(self, box: int, first: int, gives: bool, numbers: tuple[float, ...], /) -> int: ...
+    def serve(
+        self,
+        flags: int,
+        version: int,
+        updates: int,
+        lr: float,
+        numbers: tuple[float, ...],
+        adam: tuple[float, float, float, float] | None,
+        limit_us: int,
+        first: int,
+        chief: int,
+        /,
+    ) -> tuple[int, int, int, bytes | None]:
+        """Serve steps with these flags until another request arrives, or for `limit_us`. Returns the version, the
+        number of updates, and the box and record of the other request, or -1 and None."""
+
+    def take_counts(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Return [(box, number of requests)] and [(staleness, number of requests)] since the last call."""

@@ -17,6 +17,7 @@ from allred.embeddings.row_store import RowStore
 from allred.errors import AllredError, InputError, MismatchError
 from allred.optim.base import Optimizer
 from allred.ps import protocol, shm_transport, table_cells
+from allred.ps.compiled_steps import CompiledSteps
 from allred.ps.context import Context
 from allred.ps.mpi_transport import CALL, REPLY, MpiTransport
 from allred.ps.placement import Placement
@@ -37,8 +38,15 @@ class Control:
     """
 
     def __init__(
-        self, context: Context, transport: MpiTransport, step_handler: StepHandler, optimizer: Any, agreement: str
+        self,
+        context: Context,
+        transport: MpiTransport,
+        step_handler: StepHandler,
+        optimizer: Any,
+        policy: Any,
+        agreement: str,
     ) -> None:
+        self._policy = policy
         self._context, self._transport, self._step_handler = context, transport, step_handler
         self._optimizer, self._agreement = optimizer, agreement
         self.live = set(range(context.workers))
@@ -127,6 +135,8 @@ class Control:
                 shard = Shard(layout, self._memory, self._optimizer, request.skeleton)
                 shard.tables = [RowStore(form) for form in request.tables]
                 self._step_handler.shard = shard
+                handler = self._step_handler
+                handler.compiled = CompiledSteps.of(shard, self._optimizer, self._policy, handler.locking)
             except AllredError as error:
                 self._shard_error = error
                 raise
@@ -172,6 +182,9 @@ class Control:
 
     def _list_boxes(self) -> None:
         self.box_workers, self.boxes = list(self.ports), [port.box for port in self.ports.values()]
+        self._step_handler.boxes = {worker: number for number, worker in enumerate(self.box_workers)}
+        if self._step_handler.compiled is not None:
+            self._step_handler.compiled.set_boxes(self.boxes)
 
     def _compare_batches(self, worker: int, request: protocol.CompareBatches) -> dict[int, Any]:
         self._batch_arguments[worker] = request.arguments

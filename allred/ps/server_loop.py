@@ -27,6 +27,7 @@ from allred.wording import named
 
 _NAP_US = 5000  # longest sleep on the doorbell of the mailboxes before MPI is tested
 _AWAKE_S = 0.1  # without mailboxes: time without requests before the loop sleeps between tests
+_POLL_US = 20  # longest wait for the mailboxes, if MPI is tested all the time
 _IN_A_ROW = 16  # requests from mailboxes before MPI is tested
 _SLEEP_SHARE, _LONGEST_SLEEP_S = 0.01, 0.01  # such a sleep, as a share of the time since the last request; its limit
 
@@ -45,7 +46,7 @@ class ServerLoop:
         self._context = context
         self._transport = MpiTransport(context.comm)
         self.step_handler = StepHandler(context.rank, policy, context.workers, use_locking)
-        self.control = Control(context, self._transport, self.step_handler, optimizer, agreement)
+        self.control = Control(context, self._transport, self.step_handler, optimizer, policy, agreement)
         self._turns = self.step_handler.turns
         self._mpi_ports: dict[int, MpiPort] = {}  # of workers that have sent a step by MPI
         self._silent = SilentWorkers(context, time.monotonic())
@@ -136,6 +137,8 @@ class ServerLoop:
             return
         if boxes:
             napping = wait and not self._mpi_ports and len(boxes) == len(self.control.live)
+            if wait and self._serve_compiled(_NAP_US if napping else _POLL_US):
+                return
             found = native.Mailbox.wait_any(boxes, _NAP_US if napping else 0, (self._first + 1) % len(boxes))
             if found >= 0:
                 self._first = found
@@ -150,6 +153,27 @@ class ServerLoop:
         self._silent.report_idle(self.step_handler.describe_waits, now)
         if not spin_wait(self._receive_message) and idle_s > _AWAKE_S:
             time.sleep(min(_SLEEP_SHARE * idle_s, _LONGEST_SLEEP_S))
+
+    def _serve_compiled(self, limit_us: int) -> bool:
+        """Serve steps in C, until another request arrives from a mailbox, for at most `limit_us`. Return whether there
+        was a request."""
+        handler, workers = self.step_handler, self.control.box_workers
+        if handler.compiled is None or handler.draining:
+            return False
+        first, chief = (self._first + 1) % len(workers), handler.boxes.get(0, -1)
+        if (served := handler.compiled.serve(limit_us, first, chief)) is None:
+            return False
+        if served.by_box:
+            handler.note_served(served, workers, self.control.ports)
+            now = time.monotonic()
+            for box, _ in served.by_box:
+                self._silent.record_request(workers[box], now)
+            self._in_a_row = _IN_A_ROW
+        if served.record is not None:
+            self._first = served.box
+            worker = workers[served.box]
+            self._start_step(worker, self.control.ports[worker], served.record)
+        return served.record is not None or bool(served.by_box)
 
     def _receive_message(self) -> bool:
         """Receive a message by MPI if there is one. Steps and control requests take turns."""

@@ -170,6 +170,11 @@ class Shard:
         else:
             self._nest = self._prune(skeleton)
 
+    @property
+    def cells(self) -> list[tuple[Array, dict[str, Array]]]:
+        """The parameters and slots of each cell, if `in_place`."""
+        return self._cells
+
     def start(self, number: int, cell: Any) -> None:
         """Set one cell of the parameters."""
         where = self.layout.cells[number]

@@ -95,6 +95,10 @@ class MailboxPort:
         memory: Array = self._vectors[start : start + nbytes]
         return memory
 
+    def note_given(self, count: int) -> None:
+        """Note that the worker was given this number of cells."""
+        self._given = count
+
     def has_read(self, number: int) -> bool:
         """Whether the worker has copied this cell, or the server has not given it."""
         read: int = self.box.read

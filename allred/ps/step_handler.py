@@ -16,6 +16,7 @@ import numpy as np
 from allred.comm.work import Steps
 from allred.errors import AllredError
 from allred.ps import protocol, table_cells
+from allred.ps.compiled_steps import CompiledSteps, Served
 from allred.ps.protocol import ServerStatistics
 from allred.ps.shard import CELL_BYTES, Shard, Update
 from allred.ps.shm_transport import MailboxPort
@@ -90,6 +91,24 @@ class StepHandler:
         self.parked: dict[int, tuple[Any, protocol.StepRequest, int, int]] = {}  # workers that are done and must wait
         self._may_continue: dict[int, int] = {}  # {worker: step} of workers that may continue and have not asked yet
         self._lr = float("nan")
+        self.compiled: CompiledSteps | None = None  # set by the registration
+        self.boxes: dict[int, int] = {}  # {worker: number of its mailbox}, of the workers of this node
+
+    def note_served(self, served: Served, workers: list[int], ports: dict[int, MailboxPort]) -> None:
+        """Count requests that were served in C. workers: of each mailbox."""
+        shard, statistics = self.require_shard(), self.statistics
+        for box, _ in served.by_box:
+            port = ports[workers[box]]
+            port.note_given(len(shard.bytes))
+            self._readers[workers[box]] = port
+        total = sum(number for _, number in served.by_box)
+        for updates, number in served.staleness:
+            statistics.staleness[updates] += number
+        statistics.gradients += total
+        statistics.updates += total
+        statistics.pulls += total
+        statistics.bytes_in += total * shard.bytes_up
+        statistics.bytes_out += total * shard.bytes_down
 
     def step(self, worker: int, port: Any, request: protocol.StepRequest) -> Steps[None]:
         flags, step, version, lr = request[:4]
@@ -251,8 +270,21 @@ class StepHandler:
             receive = functools.partial(shard.apply, update)
         changes = self.locking and not dropped and not adds and (starts or shard.in_place)
         received = 0
+        compiled = self.compiled if update is not None and shard.in_place and worker in self.boxes else None
         try:
-            for number, own in enumerate(shard.bytes):
+            while compiled is not None and update is not None and received < len(shard.bytes):
+                reached = compiled.apply(update, self.boxes[worker], received, gives)
+                if reached is None:
+                    break
+                received = reached
+                if gives:
+                    port.note_given(received)
+                if received < len(shard.bytes):
+                    if self._readers:
+                        yield from self._await_readers(received)
+                    while port.cell() is None:
+                        yield port
+            for number, own in enumerate(shard.bytes[received:], received):
                 while (cell := port.cell()) is None:
                     yield port
                 if changes and self._readers:

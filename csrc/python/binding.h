@@ -25,7 +25,8 @@ static inline void allred_free_object(void *self) {
 }
 
 extern PyTypeObject *allred_operation_type; /* set by module.c */
-extern PyType_Spec allred_operation_spec, allred_segment_spec, allred_mailbox_spec, allred_row_table_spec;
+extern PyType_Spec allred_operation_spec, allred_segment_spec, allred_mailbox_spec, allred_row_table_spec,
+    allred_step_server_spec;
 
 /* module.c: set a kernel variant by its name; "" leaves the fastest. A converter for "O&" of PyArg_ParseTuple. */
 int allred_named_variant(PyObject *object, void *variant);

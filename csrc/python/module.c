@@ -356,7 +356,8 @@ static PyMethodDef methods[] = {
 
 static int add_types(PyObject *module) {
   allred_note_main_thread();
-  PyType_Spec *specs[] = {&allred_operation_spec, &allred_segment_spec, &allred_mailbox_spec, &allred_row_table_spec};
+  PyType_Spec *specs[] = {&allred_operation_spec, &allred_segment_spec, &allred_mailbox_spec, &allred_row_table_spec,
+                          &allred_step_server_spec};
   for (size_t i = 0; i < sizeof specs / sizeof *specs; i++) {
     PyTypeObject *type = (PyTypeObject *)PyType_FromSpec(specs[i]);
     if (!type || PyModule_AddType(module, type) < 0) return -1;

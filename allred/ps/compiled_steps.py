@@ -1,0 +1,89 @@
+"""Steps that a server serves in C (csrc/step_server.h), if C has the optimizer's update.
+
+With policy async and locking a push and pull of a worker on this node is served without Python, from the record of its
+request to the reply. Python gets every other request. The cells of other pushes that are applied at once (policy
+bounded, a request that Python got) are applied in C too.
+"""
+
+import math
+from typing import Any
+
+from allred import native
+from allred.optim.optimizers import SGD, Adagrad, Adam, AdamW, RMSProp
+from allred.ps import protocol
+from allred.ps.consistency import Async
+from allred.ps.shard import Shard, Update
+from allred.timeline import recorder
+
+_LARGEST = 3.4e38  # a number that is sent to a kernel of float32
+_STEP = protocol.PUSH | protocol.PULL
+
+
+class CompiledSteps:
+    """The steps of one shard. See `of`."""
+
+    def __init__(self, shard: Shard, optimizer: Any, serves: bool) -> None:
+        kernel = optimizer.kernel(0.1, 1)
+        cells = [
+            (param, *(None if name is None else slots[name] for name in kernel.slots)) for param, slots in shard.cells
+        ]
+        self._server = native.StepServer(kernel.rule, cells)
+        self._shard, self._optimizer, self._serves = shard, optimizer, serves
+        self._boxes = 0
+
+    @classmethod
+    def of(cls, shard: Shard, optimizer: Any, policy: Any, locking: bool) -> "CompiledSteps | None":
+        """Return the steps, or None if they are served in Python."""
+        plain = all(group.dtype.char in "fd" for group in shard.layout.groups)
+        known = type(optimizer) in (SGD, Adagrad, RMSProp, Adam, AdamW)  # a row-wise Adagrad is not in place
+        if native.StepServer is None or not (plain and known and locking and shard.in_place and shard.layout.groups):
+            return None
+        return cls(shard, optimizer, isinstance(policy, Async))
+
+    def set_boxes(self, boxes: list[Any]) -> None:
+        """Set the mailboxes of the workers of this node."""
+        self._server.set_boxes(boxes, native.Mailbox)
+        self._boxes = len(boxes)
+
+    def _numbers(self, lr: float, step: int) -> tuple[float, ...] | None:
+        """Return the numbers of an update; None if C cannot use them."""
+        numbers: tuple[float, ...] = self._optimizer.kernel(lr, step).numbers
+        return numbers if all(type(number) is float and abs(number) <= _LARGEST for number in numbers) else None
+
+    def serve(self, limit_us: int, first: int, chief: int) -> "Served | None":
+        """Serve requests until one is of another kind, or for `limit_us`. Return None if steps are served in Python
+        now. first: the box to begin with. chief: the box of the worker whose learning rate counts; -1: none."""
+        optimizer, lr = self._optimizer, self._optimizer.lr
+        if not self._serves or not self._boxes or recorder.current is not None:
+            return None
+        if type(lr) is not float or not 0.0 <= lr < math.inf:
+            return None
+        numbers = self._numbers(lr, optimizer.global_step + 1)
+        if numbers is None:
+            return None
+        adam = (*optimizer.betas, optimizer.eps, optimizer.weight_decay) if isinstance(optimizer, Adam) else None
+        shard, before = self._shard, self._shard.version
+        shard.version, optimizer.global_step, box, record = self._server.serve(
+            _STEP, before, optimizer.global_step, lr, numbers, adam, limit_us, first, chief
+        )
+        counts = self._server.take_counts() if shard.version != before else ([], [])
+        return Served(box, record, *counts)
+
+    def apply(self, update: Update, box: int, first: int, gives: bool) -> int | None:
+        """Apply the cells of the request of a box from number `first` on, as long as they arrive, and give each to the
+        worker if `gives`. Return the number of the next cell; None if Python must apply them."""
+        numbers = self._numbers(update.lr, update.step)
+        if numbers is None or update.absent:
+            return None
+        reached: int = self._server.apply(box, first, gives, numbers)
+        return reached
+
+
+class Served:
+    """Requests that were served. box, record: of the request that was not; box -1 for none. by_box: [(box, number of
+    requests)]. staleness: [(updates, number of requests)]."""
+
+    def __init__(
+        self, box: int, record: bytes | None, by_box: list[tuple[int, int]], staleness: list[tuple[int, int]]
+    ) -> None:
+        self.box, self.record, self.by_box, self.staleness = box, record, by_box, staleness
