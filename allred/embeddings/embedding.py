@@ -20,7 +20,6 @@ from allred.optim.base import Optimizer
 from allred.validators import integer
 
 _MOST_LOOKUPS = 1000  # whose gradients a table awaits
-_INFINITY = 0x7F800000  # the bits of a float32
 
 
 @dataclasses.dataclass(eq=False)
@@ -74,9 +73,9 @@ class TableLink(Protocol):
 
     @property
     def owners(self) -> int: ...
-    def check(self, table: "Embedding", call: str, problem: str, ready: bool = False) -> bool:
+    def check(self, table: "Embedding", call: str, problem: str, ready: bool = False, settings: str = "") -> bool:
         """Raise InputError if there is a problem on this rank, or on any where the call is collective. call: the name
-        of the method. Return whether this rank is `ready`, or all are."""
+        of the method. settings: must be equal on all ranks. Return whether this rank is `ready`, or all are."""
 
     def fetch(self, table: "Embedding", distinct: DistinctIds, train: bool) -> Array:
         """Return the vectors of the distinct ids, in their order, in the dtype of the table."""
@@ -163,6 +162,12 @@ class Embedding:
     def __repr__(self) -> str:
         return f"allred.Embedding({self.form.text})"
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"the table {self.name!r} cannot be copied or pickled: the ranks or parameter servers hold its rows. "
+            "export() returns them, and the optimizer's save() writes them"
+        )
+
     @property
     def _link(self) -> TableLink:
         if self.attached is None:
@@ -195,7 +200,7 @@ class Embedding:
         except InputError as error:
             problem = str(error)
         prefetched = self._take_prefetched(flat) if train and not problem else None
-        if link.check(self, "lookup", problem, prefetched is not None):
+        if link.check(self, "lookup", problem, prefetched is not None, f"train={bool(train)}"):
             assert prefetched is not None
             distinct, rows = prefetched.distinct, prefetched.wait()
         else:
@@ -248,15 +253,11 @@ class Embedding:
         """Return the ids as a uint64 vector, the shape of the result, and the offsets with the end."""
         if pooling not in ("sum", "mean"):
             raise InputError(f"pooling={pooling!r} must be 'sum' or 'mean'")
-        given = np.asarray(ids)
-        if given.size == 0 and not isinstance(ids, np.ndarray):
-            given = given.astype(np.int64)  # an empty list
+        given = _as_array("ids", ids)
         flat = self._as_ids(given)
         if offsets is None:
             return flat, (*given.shape, self.dim), None
-        starts = np.asarray(offsets)
-        if starts.size == 0 and not isinstance(offsets, np.ndarray):
-            starts = starts.astype(np.int64)
+        starts = _as_array("offsets", offsets)
         if given.ndim != 1 or starts.ndim != 1 or starts.dtype.kind not in "iu":
             raise InputError(
                 f"with offsets, ids and offsets must be integers with one axis, but ids are "
@@ -343,6 +344,10 @@ class Embedding:
         native.sum_gradients(sums, all_of_them, distinct.positions, self.dim)
         return distinct, sums
 
+    def forget_gradients(self) -> None:
+        """Forget the gradients that no step has used."""
+        self._lookups = [each for each in self._lookups if each.gradient is None]
+
     def forget_lookups(self) -> None:
         """Forget the lookups whose gradients would belong to the next step."""
         self._lookups, self._prefetched = [], None
@@ -360,7 +365,9 @@ class Embedding:
         Example: `np.savez("users.npz", **users.export())`.
         """
         columns = self._link.columns(self)
-        return {"ids": columns["ids"].view(np.int64), "vectors": columns["vectors"]}
+        ids = columns["ids"].view(np.int64)
+        order = np.argsort(ids)
+        return {"ids": ids[order], "vectors": columns["vectors"][order]}
 
     def assign(self, ids: Any, vectors: Any) -> None:
         """Set the vectors of ids, such as pretrained ones; missing rows are made. Mode sync: collective, with the same
@@ -370,7 +377,9 @@ class Embedding:
         """
         link, problem = self._link, ""
         try:
-            flat, values = self._as_ids(np.asarray(ids)), np.asarray(vectors)
+            flat, values = self._as_ids(_as_array("ids", ids)), _as_array("vectors", vectors)
+            if len(flat) == 0:
+                values = values.reshape(0, self.dim).astype(np.float32)
             if values.shape != (len(flat), self.dim) or values.dtype.kind != "f":
                 raise InputError(
                     f"vectors must be floats of shape {(len(flat), self.dim)}, but are "
@@ -378,17 +387,35 @@ class Embedding:
                 )
             if len(np.unique(flat)) < len(flat):
                 raise InputError("an id occurs twice")
+            with np.errstate(over="ignore"):
+                wrong = np.flatnonzero(~np.isfinite(values.astype(self.dtype)).all(axis=1))
+            if wrong.size:
+                raise InputError(f"the vector of id {flat[wrong[0]].view(np.int64)} is not finite in {self.dtype}")
         except InputError as error:
             problem = str(error)
         link.check(self, "assign", problem)
+        self._prefetched = None
         link.write(self, {"ids": flat, "vectors": values.astype(np.float32)})
 
 
-def describe_nonfinite(ids: Array, gradients: Array) -> str:
-    """Describe the gradients that are not finite; "" if all are. ids: uint64, of each gradient."""
-    if not native.exceeds([gradients], 4, _INFINITY - 1):
+def _as_array(name: str, value: Any) -> Array:
+    """Return an array of integers or floats; empty lists are of integers."""
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise InputError(f"{name} are no array: {error}") from None
+    return array.astype(np.int64) if array.size == 0 and not isinstance(value, np.ndarray) else array
+
+
+def describe_nonfinite(ids: Array, gradients: Array, ranks: int = 1) -> str:
+    """Describe the gradients that are not finite, or whose sum over the ranks may not be; "" if there are none. ids:
+    uint64, of each gradient."""
+    largest = np.float32(np.finfo(np.float32).max if ranks == 1 else np.finfo(np.float32).max / (2 * ranks))
+    if not native.exceeds([gradients], 4, int(largest.view(np.int32))):
         return ""
-    rows = np.flatnonzero(~np.isfinite(gradients).all(axis=1))
-    row = gradients[rows[0]]
-    first = f"id {ids[rows[0]].view(np.int64)} has {row[~np.isfinite(row)][0]}"
+    wrong = ~(np.abs(gradients) <= largest)
+    rows = np.flatnonzero(wrong.any(axis=1))
+    number = gradients[rows[0]][wrong[rows[0]]][0]
+    sums = f", and the sum over {ranks} ranks may exceed float32" if np.isfinite(number) else ""
+    first = f"id {ids[rows[0]].view(np.int64)} has {number:g}{sums}"
     return first if len(rows) == 1 else f"{len(rows)} of {len(gradients)} ids, the first: {first}"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import pickle
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,8 @@ class TableForm:
         self._replace("dtype", np.dtype(self.dtype))
         self._replace("seed", integer(self._of("seed"), self.seed, 0) % 2**64)
         self._replace("admit_after", integer(self._of("admit_after"), self.admit_after, 1, "it counts lookups"))
+        if self.admit_after >= 2**32:
+            raise InputError(f"{self._of('admit_after')} must be less than 2**32, but is {self.admit_after}")
         if self.expire_after is not None:
             self._replace("expire_after", integer(self._of("expire_after"), self.expire_after, 1, "it counts steps"))
         self._replace("full_every", integer(self._of("full_every"), self.full_every, 1, "it counts checkpoints"))
@@ -76,6 +79,17 @@ class TableForm:
                 f"{self._of('optimizer')} must be one of {_RULES} of allred.optim, but is {given!r:.80}; others have "
                 "no update of single rows"
             )
+
+    def check_pickled(self) -> "TableForm":
+        """Return the form. Raises InputError if it cannot be sent to parameter servers."""
+        try:
+            pickle.dumps(self)
+        except Exception as error:  # any error of an object of the user
+            raise InputError(
+                f"{self._of('optimizer')} cannot be sent to the servers ({type(error).__name__}: {error}); use a "
+                "schedule of allred.optim, or a function of a module"
+            ) from error
+        return self
 
     def _of(self, argument: str) -> str:
         return f"allred.Embedding {self.name!r}: {argument}"

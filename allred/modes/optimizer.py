@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from allred import log, nest, world
-from allred.checkpoint import SavedTensors
-from allred.checkpoint.table_rows import tables_in
+from allred.checkpoint import SavedTensors, read_manifest
+from allred.checkpoint.table_rows import bases_of, check_rows, tables_in
 from allred.comm import functions
 from allred.comm.communicator import Communicator
 from allred.comm.header import hash_text
@@ -52,9 +52,11 @@ def _without_more(extra: Any) -> Any:
 
 
 def _check_parts(
-    names: Iterable[str], tables: Sequence[Embedding], content: SavedTensors, extra: Any, path: pathlib.Path
-) -> None:
-    """Raise CheckpointError if a checkpoint lacks one of the parts of `session_parts`, or a table."""
+    names: Iterable[str], tables: Sequence[Embedding], verifies: bool, content: SavedTensors, extra: Any,
+    path: pathlib.Path,
+) -> None:  # fmt: skip
+    """Raise CheckpointError if a checkpoint lacks one of the parts of `session_parts`, or a table. verifies: read the
+    files of the tables, before anything changes."""
     saved = tables_in(content.meta)
     for table in tables:
         if table.name not in saved:
@@ -67,6 +69,10 @@ def _check_parts(
                     f"{path} is of another model: the rows of table {table.name!r} have {found} in it, and {own} here"
                 )
     parts = _without_more(extra) or {}
+    if verifies and tables:
+        for base in (path, *bases_of(path)):
+            for _ in check_rows(base, read_manifest(base).meta):
+                pass
     if missing := [name for name in names if not parts.get(f"'{name}'", [None])[0]]:
         raise CheckpointError(
             f"{path} has no state of the {missing[0]}, because it was saved without the {missing[0]}; nothing was "
@@ -141,6 +147,8 @@ class DistributedOptimizer:
             self._check_local()
         if not context.is_active():
             return
+        if self._options.tables and self.trains_in_rounds:
+            raise InputError(f"{self.name}: every={self._options.every} cannot be used with tables; omit one of them")
         if self._options.op is not ReduceOp.AVERAGE:
             raise InputError(
                 f"{self.name}: op=allred.{self._options.op.name.title()} is available in mode sync only; parameter "
@@ -579,7 +587,7 @@ class DistributedOptimizer:
         with functions.within(self.process_set):
             first, control = functions.current().ranks[0], self._get_mode()
             tables = self._options.tables
-            check = functools.partial(_check_parts, others, tables)
+            check = functools.partial(_check_parts, others, tables, functions.current().rank == 0)
             found = load_newest(
                 directory, self.optimizer, params, control.load_new_state, check, everywhere=control.is_lockstep
             )

@@ -150,7 +150,7 @@ class PsMode(Mode):
         described = options.describe(self._optimizer) if sends_optimizer else b""
         agreement = options.agreement(self._optimizer, settings)
         arena.learn(gradient.elements * gradient.dtype.itemsize for gradient in self._gradients.tensors)
-        forms = tuple(table.form for table in options.tables)
+        forms = tuple(table.form.check_pickled() for table in options.tables)
         client.register(
             protocol.Register(placement, skeleton, agreement, described, shm_transport.offer_arena(), forms)
         )
@@ -182,6 +182,7 @@ class PsMode(Mode):
 
     def step(self, given: StepInput) -> None:
         _, params, _, tensors, leaves, values, samples, problem, _ = given
+        rows = [] if self._tables is None else self._tables.take(self._context.worker == 0, samples != 0)
         if problem:
             raise InputError(f"{self._title}: {problem}")
         if self._finished:
@@ -211,9 +212,7 @@ class PsMode(Mode):
             absent = [index for index, value in enumerate(values) if value is None]
             sources, targets = self._gradients.to_wire(values), ps_payload.targets(leaves)
         usable = self._finite(sources)
-        rows = []
         if self._tables is not None:
-            rows = self._tables.take(self._context.worker == 0, samples != 0)
             usable = self._finite_rows(rows) and usable
         clipper = self._clipper
         if usable and (clipper.limit is not None or clipper.scaler is not None):

@@ -36,11 +36,11 @@ class RankTables:
     def owners(self) -> int:
         return functions.current().size
 
-    def check(self, table: Embedding, call: str, problem: str, ready: bool = False) -> bool:
+    def check(self, table: Embedding, call: str, problem: str, ready: bool = False, settings: str = "") -> bool:
         communicator = functions.current()
         title = f"table {table.name!r}, {call}()"
         if communicator.size > 1:
-            settings = table.form.text
+            settings = f"{table.form.text} {settings}"
             fields = communicator.check("table", title, settings=settings, note=ready, problem=problem).wait()
             return all(each.note for each in fields)
         if problem:
@@ -126,12 +126,20 @@ class RankTables:
         problem, and NonFiniteError, on all ranks. Collective."""
         self._gradients = [table.take_gradient(communicator.size) for table in self._tables]
         found: dict[str, str] = {}
+        rates = []
+        try:
+            for table in self._tables:
+                optimizer = self._stores[table.name].optimizer
+                optimizer.lr = table.optimizer.lr
+                rates.append(f"lr of table {table.name!r}: {optimizer.learning_rate}")
+        except InputError as error:
+            problem = problem or str(error)
         if checks.policy != "ignore" and not problem:
             for table, (distinct, gradients) in zip(self._tables, self._gradients, strict=True):
-                if text := describe_nonfinite(distinct.ids, gradients):
+                if text := describe_nonfinite(distinct.ids, gradients, communicator.size):
                     found[table.name] = text
-        names = " ".join(table.name for table in self._tables)
-        fields = communicator.check("table", self._title, settings=names, note=bool(found), problem=problem).wait()
+        settings = ", ".join(rates)
+        fields = communicator.check("table", self._title, settings=settings, note=bool(found), problem=problem).wait()
         return not any(each.note for each in fields) or checks.passes_tables(communicator, found)
 
     def commit(self, communicator: Communicator, used: bool, weight: float | None) -> None:
@@ -143,7 +151,6 @@ class RankTables:
             if not used:
                 continue
             store = self._stores[table.name]
-            store.optimizer.lr = table.optimizer.lr
             if communicator.size == 1:
                 store.apply(distinct.ids, sums)
                 continue

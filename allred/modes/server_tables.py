@@ -1,5 +1,6 @@
 """Embedding tables in mode ps: the parameter servers hold the rows, and a worker sends requests to them."""
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from allred import arena
 from allred.arrays import Array
 from allred.embeddings.embedding import DistinctIds, Embedding, describe_nonfinite
 from allred.errors import InputError
+from allred.modes.ps_payload import PushedLearningRate
 from allred.ps import protocol
 from allred.ps.table_cells import TableGradient
 
@@ -25,11 +27,11 @@ class ServerTables:
         self._tables, self._title, self.owners = tables, title, servers
         self.client: Client | None = None
         self._numbers = {table.name: number for number, table in enumerate(tables)}
-        self._sent: dict[str, Any] = {}  # the learning rate that the servers have, by table
+        self._rates = [PushedLearningRate(table.optimizer, f"table {table.name!r}") for table in tables]
 
     # The link of a table: see TableLink.
 
-    def check(self, table: Embedding, call: str, problem: str, ready: bool = False) -> bool:
+    def check(self, table: Embedding, call: str, problem: str, ready: bool = False, settings: str = "") -> bool:
         if problem or self.client is None:
             problem = problem or "call broadcast(params) of the optimizer before, on all workers"
             raise InputError(f"table {table.name!r}, {call}(): {problem}")
@@ -88,13 +90,11 @@ class ServerTables:
         """Return the gradients since the last step, by server and table. sends_lr: whether this worker sends learning
         rates. counts: whether the gradients are of any sample."""
         by_server: list[list[TableGradient]] = [[] for _ in range(self.owners)]
-        for table in self._tables:
+        for table, rate in zip(self._tables, self._rates, strict=True):
             distinct, gradients = table.take_gradient(self.owners)
             if not counts:
                 distinct, gradients = DistinctIds.of(distinct.ids[:0], self.owners), gradients[:0]
-            lr, given = float("nan"), table.optimizer.lr
-            if sends_lr and not callable(given) and self._sent.get(table.name) != given:
-                lr = self._sent[table.name] = table.optimizer.learning_rate
+            lr = rate.value() if sends_lr else math.nan
             start = 0
             for server, count in enumerate(distinct.counts.tolist()):
                 part = slice(start, start + count)

@@ -14,7 +14,7 @@ Mode ps: `step` sends the gradients to the parameter servers, which run their co
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ import torch
 from allred import arena, log, world
 from allred.comm.ops import Compression, ReduceOp
 from allred.data.loader import claim_samples
+from allred.embeddings.embedding import Embedding
 from allred.errors import AllredError, InputError, RanksChanged
 from allred.modes.clipping import UpdateClipper
 from allred.modes.match import Accumulator, SampleCount
@@ -43,7 +44,7 @@ from allred.torch.optimizer_hooks import (
     marked,
     uncompiled,
 )
-from allred.torch.replaced_methods import replace_methods, restore_methods
+from allred.torch.replaced_methods import replace_methods, restore_methods, weak_method
 from allred.torch.tensors import copy_like
 
 _call_orders = itertools.count()
@@ -57,6 +58,18 @@ def attach(optimizer: torch.optim.Optimizer, options: StepOptions) -> torch.opti
         raise TypeError("this optimizer is distributed already; wrapping it twice would average twice")
     optimizer.allred = HookedOptimizer(optimizer, options)
     return optimizer
+
+
+def _forget_gradients_of_tables(optimizer: torch.optim.Optimizer, tables: Sequence[Embedding]) -> None:
+    """Let `zero_grad` forget the gradients of embedding tables, too."""
+    zero_parameters = weak_method(optimizer, "zero_grad")
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        zero_parameters(set_to_none)
+        for table in tables:
+            table.forget_gradients()
+
+    optimizer.zero_grad = zero_grad
 
 
 class HookedOptimizer(ModuleCheckpoints):
@@ -109,6 +122,8 @@ class HookedOptimizer(ModuleCheckpoints):
         except InputError as error:
             log.warning(f"{self.name}: save() and checkpoints of a session will fail: {error}")
         self._replaced = replace_methods(optimizer)
+        if options.tables:
+            _forget_gradients_of_tables(optimizer, options.tables)
         self.add_hooks()
         arena_allocator.install()
         arena_allocator.learn(parameter for _, parameter in self._adapter.named_parameters())

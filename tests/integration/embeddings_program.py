@@ -10,7 +10,7 @@ from ps_program import ARGUMENTS, OPTIONS, main
 import allred
 from allred import checkpoint, embeddings, optim
 from allred.embeddings.row_store import RowStore
-from allred.errors import AllredError
+from allred.errors import AllredError, NonFiniteError
 
 DIM, ROWS, IDS = 6, 60, 40
 OPTIMIZERS = {
@@ -183,6 +183,49 @@ def assigned():
         table.assign(ids, values)
     allred.barrier()
     return bool(np.array_equal(table.lookup(ids, train=False), values))
+
+
+def failed_steps():
+    """Steps that raise, or are skipped, lose their gradients, and no learning rate."""
+    table = allred.Embedding("failed", DIM, init=0.0, optimizer=optim.SGD(1.0))
+    opt, params = distribute(table, nonfinite=ARGUMENTS["nonfinite"])
+    for gradient, of_params, lr in ((1000.0, np.nan, 2.0), (1.0, 1.0, 2.0)):
+        table.optimizer.lr = lr
+        table.lookup([1])
+        table.gradient(np.full((1, DIM), gradient, np.float32))
+        try:
+            opt.step(params, {"w": np.full(3, of_params, np.float32)})
+        except NonFiniteError:
+            assert ARGUMENTS["nonfinite"] == "raise"
+    return float(table.lookup([1], train=False)[0, 0])
+
+
+def refusals():
+    texts = []
+
+    def catch(call):
+        try:
+            call()
+        except AllredError as error:
+            texts.append(f"{type(error).__name__}: {error}")
+
+    catch(lambda: distribute(make("a"), every=2))
+    unpicklable = allred.Embedding("b", DIM, optimizer=optim.SGD(lambda step: 0.1))
+    opt = allred.distributed(optim.SGD(0.5), tables=[unpicklable], name="unpicklable")
+    catch(lambda: opt.broadcast({"w": np.zeros(3, np.float32)}))
+    return texts
+
+
+def schedule():
+    """A schedule that the program assigns later is refused."""
+    table = make("rates")
+    opt, params = distribute(table)
+    table.optimizer.lr = optim.constant(0.1)
+    try:
+        opt.step(params, {"w": np.ones(3, np.float32)})
+    except AllredError as error:
+        return str(error)
+    return ""
 
 
 def partial_checkpoints():

@@ -87,6 +87,15 @@ def test_errors_and_settings():
     assert assigned
 
 
+def test_steps_that_fail_and_what_is_refused():
+    failed = [["failed_steps", {"nonfinite": policy}, {}] for policy in ("raise", "skip")]
+    raised, skipped, text, texts = run([*failed, ["schedule", {}, {}], ["refusals", {}, {}]], 1)
+    assert (raised, skipped) == (-2.0, -2.0)
+    assert text.startswith("table 'rates': lr was changed to a schedule, which is not sent to the servers"), text
+    assert texts[0] == "InputError: opt: every=2 cannot be used with tables; omit one of them"
+    assert texts[1].startswith("InputError: allred.Embedding 'b': optimizer cannot be sent to the servers"), texts
+
+
 def test_tables_that_differ_between_workers():
     result = mpirun(3, PROGRAM, 1, json.dumps([["different", {}, {}]]), timeout_s=60)
     assert "MismatchError: tables differ: worker 1 has" in result.text, result.text

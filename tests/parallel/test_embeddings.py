@@ -1,7 +1,9 @@
 """Embedding tables in mode sync: the rows are spread over the ranks, with the bits of a dense table on every rank."""
 
+import copy
 import itertools
 import pathlib
+import pickle
 
 import numpy as np
 import pytest
@@ -236,6 +238,7 @@ def test_dense_gradients_that_are_not_finite_leave_the_rows(rank, size):
         (([True],), "ids must be integers, but are bool"),
         (([1, ROWS],), f"ids must be 0 to {ROWS - 1}, but id number 1 is {ROWS}"),
         (([-1],), "id number 0 is -1"),
+        (([[1], [2, 3]],), "ids are no array"),
         (([1], [1]), "offsets must begin with 0"),
         (([1], [0, 2]), "and not exceed the 1 ids"),
         (([[1]], [0]), "with one axis"),
@@ -260,6 +263,60 @@ def test_wrong_assignments_of_one_rank_are_an_error_on_all(rank, size, ids, widt
     with pytest.raises(InputError) as found:
         table.assign(ids if wrong else [1, 2], np.zeros((2, width if wrong else DIM)))
     assert message in str(found.value)
+
+
+def test_lookups_that_differ_between_ranks(rank, size):
+    if size == 1:
+        pytest.skip("needs two ranks")
+    table, _ = make()
+    with pytest.raises(MismatchError, match=r"train=True.*train=False"):
+        table.lookup([1], train=rank == 0)
+
+
+def test_learning_rates_that_differ_between_ranks(rank, size):
+    if size == 1:
+        pytest.skip("needs two ranks")
+    table, opt = make("sgd")
+    before = table.lookup([1])
+    table.gradient(np.ones((1, DIM), np.float32))
+    table.optimizer.lr = 0.5 + rank
+    with pytest.raises(MismatchError, match=r"lr of table '.*': 0\.5.*1\.5"):
+        step(opt)
+    np.testing.assert_array_equal(table.lookup([1], train=False), before)
+
+
+def test_a_wrong_learning_rate_of_one_rank_changes_nothing(rank, size):
+    table, opt = make("sgd")
+    before = table.lookup([1])
+    table.gradient(np.ones((1, DIM), np.float32))
+    table.optimizer.lr = -1.0 if rank == size - 1 else 0.1
+    with pytest.raises(InputError, match="the learning rate of step 0 must be a finite number >= 0"):
+        step(opt)
+    table.optimizer.lr = 0.5
+    table.lookup([1])
+    table.gradient(np.ones((1, DIM), np.float32))
+    step(opt)
+    np.testing.assert_array_equal(table.lookup([1], train=False), before - np.float32(0.5))
+
+
+def test_sums_that_may_overflow_are_refused(rank, size):
+    if size == 1:
+        pytest.skip("needs two ranks")
+    table, opt = make("sgd")
+    before = table.lookup([1, 2])
+    table.gradient(np.array([[1.0] * DIM, [3e38] * DIM], np.float32))
+    with pytest.raises(NonFiniteError, match=r"id 2 has 3e\+38, and the sum over . ranks may exceed float32"):
+        step(opt)
+    np.testing.assert_array_equal(table.lookup([1, 2], train=False), before)
+
+
+def test_a_table_cannot_be_copied():
+    table, _ = make()
+    for copied in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(
+            TypeError, match="cannot be copied or pickled: the ranks or parameter servers hold its rows"
+        ):
+            copied(table)
 
 
 def test_tables_that_differ_between_ranks(rank, size):
@@ -290,9 +347,12 @@ def test_vectors_are_assigned_and_exported(rank, size):
     table.assign(ids, values)
     np.testing.assert_array_equal(table.lookup(ids, train=False), values)
     rows = table.export()
-    order = np.argsort(ids.view(np.uint64))
+    order = np.argsort(ids)
     np.testing.assert_array_equal(rows["ids"], ids[order])
     np.testing.assert_array_equal(rows["vectors"], values[order])
+    table.assign([], [])
+    with pytest.raises(InputError, match="the vector of id 7 is not finite in float32"):
+        table.assign([7], np.full((1, DIM), np.nan))
 
 
 def test_rows_are_admitted_after_some_lookups(rank, size):
@@ -310,6 +370,8 @@ def test_rows_are_admitted_after_some_lookups(rank, size):
 
 def test_what_cannot_be_combined_with_tables():
     table = allred.Embedding("a", 2, optimizer=optim.SGD(0.1))
+    with pytest.raises(InputError, match="admit_after must be less than"):
+        allred.Embedding("a", 2, optimizer=optim.SGD(0.1), admit_after=2**32 + 1)
     for options in ({"accumulate": 2}, {"clip_norm": 1.0}, {"scaler": allred.GradScaler()}):
         with pytest.raises(InputError, match="cannot be used with tables"):
             allred.distributed(optim.SGD(0.1), tables=[table], **options)
@@ -409,6 +471,7 @@ def test_a_damaged_file_of_rows_is_found(rank, size, tmp_path):
     table, opt = make("sgd")
     table.lookup(ids_of(rank, 0))
     step(opt)
+    rows, params = table.size(), {"w": np.ones(2, np.float32)}
     path = opt.save(directory, {"w": np.zeros(2, np.float32)})
     if rank == 0:
         (file,) = pathlib.Path(path).glob("rows-*")
@@ -419,7 +482,9 @@ def test_a_damaged_file_of_rows_is_found(rank, size, tmp_path):
         assert "is damaged: its checksum" in allred.checkpoint.verify(path)[0]
     allred.barrier()
     with pytest.raises(CheckpointError, match="is damaged"):
-        opt.restore(directory, {"w": np.zeros(2, np.float32)})
+        opt.restore(directory, params)
+    assert (params["w"] == 1).all()
+    assert table.size() == rows
 
 
 def test_prefetched_vectors_lack_the_steps_between(rank, size):
