@@ -166,6 +166,7 @@ def watch(browser, address, directory):
     assert "first start" in history
     assert "start 2" in wait_for(browser, text_of("about"), lambda text: "start 2" in text)
     assert browser.execute_script(text_of("badge")) == "running"
+    wait_for(browser, titles, lambda found: found and found[0].startswith("loss: 0.0"))  # at least ten steps
     (directory / "end").touch()
     wait_for(browser, text_of("badge"), lambda text: text == "ended")
     assert console_errors(browser) == []
