@@ -32,7 +32,7 @@ BEGIN, PUSH, DONE, PULL, ABSENT, INIT, DRAIN, LOOKUP, TRAIN, PREFETCH, TABLES = 
 # ABSENT: some pieces have no gradient; an additional first cell marks them, one byte for each piece.
 # INIT: the cells are initial parameters, not gradients. DRAIN: this worker was asked to stop. TRAIN: a lookup makes the
 # rows that are missing. PREFETCH: the worker does not wait for the vectors. TABLES: the gradients of embedding tables
-# come before those of the parameters.
+# come before the gradients of the parameters.
 
 DROPPED, DRAINING = (1 << bit for bit in range(2))  # of replies. DRAINING: a rank was asked to stop, so all must stop
 

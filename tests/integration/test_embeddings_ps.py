@@ -6,20 +6,14 @@ import pathlib
 import pytest
 from harness import MPICH_BY_DEFAULT, full, mpirun
 from test_ps import POLICIES
+from test_ps import run as run_cases
 
 PROGRAM = pathlib.Path(__file__).with_name("embeddings_program.py")
 
 
 def run(cases, workers, servers=1, mpi="mpich", apart=False):
-    """Return the results of cases, [name, arguments, options], that run in one job; see test_ps.py."""
-    env = {"ALLRED_BANNER": "0", "ALLRED_WATCHER": "0"}
-    if apart:
-        env["ALLRED_PRETEND_NODES"] = ",".join("1" * (workers + servers))
-    result = mpirun(workers + servers, PROGRAM, servers, json.dumps(cases), mpi=mpi, env=env, timeout_s=100)
-    assert result.code == 0, result.text
-    lines = result.out.splitlines()
-    assert len(lines) == len(cases), result.text
-    return list(map(json.loads, lines))
+    """Return the results of cases, [name, arguments, options] (see embeddings_program.py), that run in one job."""
+    return run_cases(cases, workers, servers, mpi, apart, program=PROGRAM)[0]
 
 
 LAYOUTS = [(False, 1), (True, 2), pytest.param(False, 3, marks=full), pytest.param(True, 1, marks=full)]

@@ -24,7 +24,7 @@ def sync_of(gradients):
     return {"consistency": ["Sync", {"replicas_to_aggregate": gradients}]}
 
 
-def run(cases, workers, servers=1, mpi="mpich", apart=False, banner=0):
+def run(cases, workers, servers=1, mpi="mpich", apart=False, banner=0, program=PROGRAM):
     """Return the results of cases, [name, arguments, options] (see ps_program.py), that run in one job, and its stderr.
 
     apart: every rank is on a (pretended) node of its own, so all messages are sent by MPI.
@@ -32,7 +32,7 @@ def run(cases, workers, servers=1, mpi="mpich", apart=False, banner=0):
     env = {"ALLRED_BANNER": str(banner), "ALLRED_WATCHER": "0"}  # without watchers a case starts in 10 ms, not in 90 ms
     if apart:
         env["ALLRED_PRETEND_NODES"] = ",".join("1" * (workers + servers))
-    result = mpirun(workers + servers, PROGRAM, servers, json.dumps(cases), mpi=mpi, env=env, timeout_s=100)
+    result = mpirun(workers + servers, program, servers, json.dumps(cases), mpi=mpi, env=env, timeout_s=100)
     assert result.code == 0, result.text
     lines = result.out.splitlines()
     assert len(lines) == len(cases), result.text
