@@ -19,25 +19,22 @@ class Values(NamedTuple):
     """
 
     step: float = 0
-    steps: float = 0
     in_step: float = 0
-    skipped: float = 0
+    steps: float = 0
     examples: float = 0
     seconds: float = 0
     waiting_s: float = 0
     communicating_s: float = 0
     bytes: float = 0
-    dropped: float = 0
     staleness: float = 0
+    dropped: float = 0
+    skipped: float = 0
     rounds: float = 0
 
 
 _FIELDS = Values._fields
-_STEP, _STEPS, _IN_STEP, _SKIPPED, _EXAMPLES, _SECONDS = map(
-    _FIELDS.index, ("step", "steps", "in_step", "skipped", "examples", "seconds")
-)
-_WAITING, _COMMUNICATING = map(_FIELDS.index, ("waiting_s", "communicating_s"))
-_BYTES, _DROPPED, _STALENESS, _ROUNDS = map(_FIELDS.index, ("bytes", "dropped", "staleness", "rounds"))
+_STEP, _IN_STEP, _STEPS, _SKIPPED, _ROUNDS = map(_FIELDS.index, ("step", "in_step", "steps", "skipped", "rounds"))
+_WAITING, _COMMUNICATING, _STALENESS = map(_FIELDS.index, ("waiting_s", "communicating_s", "staleness"))
 
 
 class Shares(NamedTuple):
@@ -70,7 +67,10 @@ class Counters:
     """The counters of this rank."""
 
     def __init__(self) -> None:
+        from allred import native  # it imports numpy, which a watcher does not need
+
         self._values = memoryview(bytearray(8 * len(_FIELDS))).cast("d")
+        self._add_numbers = native.add_numbers
 
     def share(self) -> int:
         """Move the counters into memory that other processes can map. Return its descriptor, which the caller closes;
@@ -97,31 +97,26 @@ class Counters:
         self._values[_IN_STEP] = 1.0
 
     def end_step(
-        self, step: int, samples: int, seconds: float, waiting_s: float, communicating_s: float, nbytes: int
-    ) -> None:
+        self, step: int, samples: int, seconds: float, waiting_s: float, communicating_s: float, nbytes: int,
+        staleness: int = 0, dropped: bool = False,
+    ) -> None:  # fmt: skip
         """Count a step. step: the global step; the others: see `Values`, of this step only. samples: of this rank."""
         values = self._values
         values[_STEP] = step
-        values[_STEPS] += 1.0
-        values[_EXAMPLES] += samples
-        values[_SECONDS] += seconds
-        values[_WAITING] += waiting_s
-        values[_COMMUNICATING] += communicating_s
-        values[_BYTES] += nbytes
+        self._add_numbers(values, _STEPS, 1.0, samples, seconds, waiting_s, communicating_s, nbytes, staleness, dropped)
         values[_IN_STEP] = 0.0
 
     def skip(self) -> None:
         """Count a step whose gradients were not finite."""
         self._values[_SKIPPED] += 1.0
 
+    def count_gradient(self, staleness: int, dropped: bool) -> None:
+        """Mode ps: count a gradient that was pushed without a step."""
+        self._add_numbers(self._values, _STALENESS, staleness, dropped)
+
     def count_round(self) -> None:
         """Count an exchange of a round."""
         self._values[_ROUNDS] += 1.0
-
-    def count_gradient(self, staleness: int, dropped: bool) -> None:
-        """Mode ps: count a gradient that was pushed."""
-        self._values[_STALENESS] += staleness
-        self._values[_DROPPED] += dropped
 
 
 class CountersReader:

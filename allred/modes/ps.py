@@ -231,7 +231,6 @@ class PsMode(Mode):
         self._steps += 1
         self._record_pull(leaves)
         dropped = bool(outcome.flags & protocol.DROPPED)
-        counters.count_gradient(outcome.staleness, dropped)
         if dropped:
             self.dropped += 1
         elif self._steps == 1:
@@ -239,16 +238,21 @@ class PsMode(Mode):
             warn_of_stale_start(
                 self._options.name, self._context.worker, self._context.workers, outcome.staleness, late_s
             )
-        self._end_step(start, samples, client.gradient_bytes)
+        self._end_step(start, samples, client.gradient_bytes, outcome.staleness, dropped)
         if outcome.flags & protocol.DRAINING:
             self._end()
 
-    def _end_step(self, start: float, samples: int | None, nbytes: int) -> None:
+    def _end_step(
+        self, start: float, samples: int | None, nbytes: int, staleness: int = 0, dropped: bool = False
+    ) -> None:
         """Count a step that began at `start`."""
         end = time.perf_counter()
         since_s = end - (self._ended_at or start)
+        counters = world.current().counters
         if self.counts_steps:
-            world.current().counters.end_step(self.global_step, samples or 0, since_s, end - start, 0.0, nbytes)
+            counters.end_step(self.global_step, samples or 0, since_s, end - start, 0.0, nbytes, staleness, dropped)
+        else:
+            counters.count_gradient(staleness, dropped)
         self._ended_at = end
         self._waiting_s += end - start
 

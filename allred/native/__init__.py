@@ -35,6 +35,7 @@ leaves_of: Callable[[Any, Any], list[Any] | None] = _kernels.leaves_of
 hashes: Callable[[list[Any]], list[int]] = _kernels.hashes
 crc32: Callable[..., int] = _kernels.crc32 if available and _kernels.crc32_is_fast() else zlib.crc32
 exceeds: Callable[..., bool] = _kernels.exceeds
+add_numbers: Callable[..., None] = _kernels.add_numbers
 match: Callable[[list[Any], list[Any], list[Any]], bool] = twins.match
 disjoint: Callable[[list[Any]], bool] = twins.disjoint
 hash_window: Callable[[list[Any], bytes, int], int | None] = twins.hash_window

@@ -12,6 +12,9 @@ def narrow(source: Any, out: Any, dtype_code: int, wire_code: int, variant: str 
 def hashes(tensors: list[Any], /) -> list[int]: ...
 def crc32(data: Any, value: int = 0, /) -> int: ...
 def crc32_is_fast() -> bool: ...
+def add_numbers(values: Any, first: int, /, *numbers: float) -> None:
+    """Add numbers to the float64 of a buffer, from position `first` on."""
+
 def exceeds(tensors: list[Any], element_bytes: int, limit: int, variant: str = "", /) -> bool: ...
 def update(rule: str, arrays: tuple[Any, ...], numbers: tuple[float, ...], variant: str = "", /) -> bool: ...
 def update_group(
@@ -402,10 +405,14 @@ class StepServer:
         limit_us: int,
         first: int,
         chief: int,
+        clocks: list[int] | None,
+        largest_lead: int,
         /,
     ) -> tuple[int, int, int, bytes | None]:
-        """Serve steps with these flags until another request arrives, or for `limit_us`. Returns the version, the
-        number of updates, and the box and record of the other request, or -1 and None."""
+        """Serve steps with these flags until another request arrives, or for `limit_us`. clocks: number of steps of the
+        worker of each box; None: no bound. largest_lead: of the clock of a worker that continues over the slowest. The
+        step of a worker that must wait afterwards is another request. Returns the version, the number of updates, and
+        the box and record of the other request, or -1 and None."""
 
     def take_counts(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Return [(box, number of requests)] and [(staleness, number of requests)] since the last call."""

@@ -118,6 +118,14 @@ def exceeds(tensors: list[Array], element_bytes: int, limit: int, variant: str =
     return False
 
 
+def add_numbers(values: Any, first: int, *numbers: float) -> None:
+    """Add numbers to the float64 of a buffer, from position `first` on. Raises ValueError if there are fewer."""
+    into = np.frombuffer(values, np.float64)
+    if first < 0 or first + len(numbers) > len(into):
+        raise ValueError(f"{len(numbers)} numbers from {first} on do not fit into {len(into)}")
+    into[first : first + len(numbers)] += numbers
+
+
 def update(rule: str, arrays: tuple[Array | None, ...], numbers: tuple[float, ...], variant: str = "") -> bool:
     """Update a parameter in place by a C kernel. Always False here: the caller then uses numpy (allred/optim)."""
     return False

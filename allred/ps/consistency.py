@@ -73,6 +73,12 @@ class Coordinator(abc.ABC):
         self._wait(worker)
         self._count(worker)
 
+    def count_served(self, worker: int, number: int) -> None:
+        """Record that gradients of the worker were applied, and that it could continue each time without a wait."""
+        self._expect("count_served", worker, "computing")
+        self.accepted[worker] += number
+        self.global_step += number
+
     @abc.abstractmethod
     def ready(self) -> list[tuple[int, int]]:
         """Return (worker, its local step) of those that may continue now, each once, the longest wait first."""

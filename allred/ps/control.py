@@ -184,7 +184,7 @@ class Control:
         self.box_workers, self.boxes = list(self.ports), [port.box for port in self.ports.values()]
         self._step_handler.boxes = {worker: number for number, worker in enumerate(self.box_workers)}
         if self._step_handler.compiled is not None:
-            self._step_handler.compiled.set_boxes(self.boxes)
+            self._step_handler.compiled.set_boxes(self.boxes, self.box_workers)
 
     def _compare_batches(self, worker: int, request: protocol.CompareBatches) -> dict[int, Any]:
         self._batch_arguments[worker] = request.arguments

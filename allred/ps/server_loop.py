@@ -158,22 +158,22 @@ class ServerLoop:
         """Serve steps in C, until another request arrives from a mailbox, for at most `limit_us`. Return whether there
         was a request."""
         handler, workers = self.step_handler, self.control.box_workers
-        if handler.compiled is None or handler.draining:
+        if handler.compiled is None or handler.draining or handler.parked:
             return False
         first, chief = (self._first + 1) % len(workers), handler.boxes.get(0, -1)
-        if (served := handler.compiled.serve(limit_us, first, chief)) is None:
+        if (served := handler.compiled.serve(limit_us, first, chief, handler.coordinator)) is None:
             return False
-        if served.by_box:
-            handler.note_served(served, workers, self.control.ports)
+        if served.by_worker:
+            handler.note_served(served, self.control.ports)
             now = time.monotonic()
-            for box, _ in served.by_box:
-                self._silent.record_request(workers[box], now)
+            for worker, _ in served.by_worker:
+                self._silent.record_request(worker, now)
             self._in_a_row = _IN_A_ROW
         if served.record is not None:
             self._first = served.box
             worker = workers[served.box]
             self._start_step(worker, self.control.ports[worker], served.record)
-        return served.record is not None or bool(served.by_box)
+        return served.record is not None or bool(served.by_worker)
 
     def _receive_message(self) -> bool:
         """Receive a message by MPI if there is one. Steps and control requests take turns."""

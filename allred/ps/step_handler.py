@@ -94,14 +94,13 @@ class StepHandler:
         self.compiled: CompiledSteps | None = None  # set by the registration
         self.boxes: dict[int, int] = {}  # {worker: number of its mailbox}, of the workers of this node
 
-    def note_served(self, served: Served, workers: list[int], ports: dict[int, MailboxPort]) -> None:
-        """Count requests that were served in C. workers: of each mailbox."""
+    def note_served(self, served: Served, ports: dict[int, MailboxPort]) -> None:
+        """Count requests that were served in C."""
         shard, statistics = self.require_shard(), self.statistics
-        for box, _ in served.by_box:
-            port = ports[workers[box]]
-            port.note_given(len(shard.bytes))
-            self._readers[workers[box]] = port
-        total = sum(number for _, number in served.by_box)
+        for worker, _ in served.by_worker:
+            ports[worker].note_given(len(shard.bytes))
+            self._readers[worker] = ports[worker]
+        total = sum(number for _, number in served.by_worker)
         for updates, number in served.staleness:
             statistics.staleness[updates] += number
         statistics.gradients += total

@@ -138,6 +138,7 @@ class Client:
             [(number, None) for number in range(len(placement.tensors))]
         ]
         self._links: list[_ServerLink] = []
+        self._is_short = False  # whether a step is one request in shared memory, of arrays as they are
         self._up_bytes = sum(int(layout.up.sum()) for layout in self._layouts)
         self._down_bytes = sum(int(layout.down[:, 1].sum()) for layout in self._layouts)
         self._starts = 0  # number of initial parameters so far
@@ -162,8 +163,10 @@ class Client:
 
     def _begin(self) -> None:
         """Begin a request; only one is allowed at a time."""
-        self.check_usable()
-        self.await_prefetch()
+        if self._unusable:
+            self.check_usable()
+        if self._prefetch:
+            self.await_prefetch()
         self._unusable, self._thread = _INTERRUPTED, threading.get_ident()
 
     @staticmethod
@@ -223,6 +226,8 @@ class Client:
                 box.set_arena(own[0])
             self._links.append(_ServerLink(server, layout, box, memory, vectors))
             self._context.servers_return = reply.server_returns
+        first = self._links[0]
+        self._is_short = self._is_whole and first.box is not None and not first.layout.has_bfloat16
 
     @property
     def gradient_bytes(self) -> int:
@@ -328,8 +333,10 @@ class Client:
         contiguous arrays. lr: the learning rate, NaN for no change. drain: ask all workers to stop. Returns the flags
         and the largest staleness of all servers.
         """
-        up, down = self._parts(sources), self._parts(targets)
         asked = protocol.DRAIN if drain else 0
+        if self._is_short and not (absent or tables) and recorder.current is None:
+            return self._short_step(self._all_flags | asked, sources, targets, lr)
+        up, down = self._parts(sources), self._parts(targets)
         self._tables = tables
         if len(self._links) == 1 or not self._waits:
             return self._outcome(self._request("", self._all_flags | asked, up, down, absent, lr))
@@ -339,6 +346,28 @@ class Client:
         self.step_number = done[0].step  # so the pull tells all servers that the step before is complete
         pulled = self._request("", protocol.PULL, None, down)
         return self._outcome([done[0]._replace(flags=done[0].flags | dropped), *pushed, *pulled])
+
+    def _short_step(self, flags: int, sources: list[Array], targets: list[Array], lr: float) -> protocol.StepReply:
+        """As `step`, with one server that shares memory with this worker: `_request` for this case, in half of its
+        time."""
+        self._begin()
+        link = self._links[0]
+        box, layout = link.box, link.layout
+        record = protocol.pack_request(flags, self.step_number, link.version, lr, self.weight, 0, 0)
+        try:
+            if not box.begin(record, sources, layout.up, targets, link.memory, layout.down):
+                self._run(self._step_title(), _until_done([box]))
+        except LOST as error:
+            raise self._lost(error) from error
+        finally:
+            self._thread = None
+        self._unusable = ""
+        reply = protocol.unpack_reply(box.reply)
+        link.version, self.step_number = reply.version, reply.step
+        return reply
+
+    def _step_title(self) -> str:
+        return f"step {self.step_number} with the parameter servers"
 
     def _outcome(self, replies: list[protocol.StepReply]) -> protocol.StepReply:
         """Combine several replies: all flags, the largest staleness, and the step of the first."""
@@ -361,7 +390,7 @@ class Client:
             with recorder.NO_SPAN if recorder.current is None else span(kind, title, nbytes):
                 pending = self._send(flags, up, down, absent, lr, only)
                 if len(pending) > 1 or not pending[0].done():
-                    self._run(title or f"step {self.step_number} with the parameter servers", _until_done(pending))
+                    self._run(title or self._step_title(), _until_done(pending))
         except LOST as error:
             raise self._lost(error) from error
         finally:

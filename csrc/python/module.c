@@ -242,6 +242,24 @@ static PyObject *exceeds(PyObject *self, PyObject *args) {
   return valid ? PyBool_FromLong(found) : NULL;
 }
 
+/* Each sum is stored by itself, and not as a part of a vector: another process may read it at any time. */
+static PyObject *add_numbers(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+  Py_buffer view;
+  if (count < 2) return PyErr_Format(PyExc_TypeError, "add_numbers(values, first, *numbers)");
+  const Py_ssize_t first = PyNumber_AsSsize_t(args[1], PyExc_ValueError);
+  if ((first == -1 && PyErr_Occurred()) || PyObject_GetBuffer(args[0], &view, PyBUF_CONTIG) < 0) return NULL;
+  const Py_ssize_t room = view.len / (Py_ssize_t)sizeof(double);
+  if (first < 0 || first > room || count - 2 > room - first)
+    PyErr_Format(PyExc_ValueError, "%zd numbers from %zd on do not fit into %zd", count - 2, first, room);
+  volatile double *into = (double *)view.buf + first;
+  for (Py_ssize_t i = 2; i < count && !PyErr_Occurred(); i++) {
+    const double number = PyFloat_AsDouble(args[i]);
+    if (!PyErr_Occurred()) into[i - 2] += number;
+  }
+  PyBuffer_Release(&view);
+  return none_if(!PyErr_Occurred());
+}
+
 static PyObject *variants(PyObject *self, PyObject *unused) {
   const int count = allred_variants();
   PyObject *names = PyTuple_New(count);
@@ -320,6 +338,7 @@ static PyMethodDef methods[] = {
     METHOD("crc32", crc32, METH_VARARGS, "As zlib.crc32; only if crc32_is_fast()."),
     METHOD("crc32_is_fast", crc32_is_fast, METH_NOARGS, "Whether this CPU multiplies without carry."),
     METHOD("exceeds", exceeds, METH_VARARGS, "Whether the magnitude of a float is above the limit; see scan.h."),
+    METHOD("add_numbers", add_numbers, METH_FASTCALL, "Add numbers to the doubles of a buffer from a position on."),
     METHOD("variants", variants, METH_NOARGS, "Return the names of the kernel variants of this CPU, fastest last."),
     METHOD("segment_bytes", segment_bytes, METH_VARARGS, "Return the bytes of memory that a Segment needs."),
     METHOD("network_bytes", allred_python_network_bytes, METH_VARARGS,

@@ -20,6 +20,7 @@ typedef struct {
   char **buffers;
   allred_server_boxes all;
   uint64_t *served; /* requests of each box since `take_counts` */
+  int64_t *clocks;  /* of each worker, with a bound on their distance */
   uint64_t staleness[MAX_STALENESS];
 } StepServer;
 
@@ -34,7 +35,7 @@ static void destruct(StepServer *self) {
   release_boxes(self);
   while (self->view_count) PyBuffer_Release(&self->views[--self->view_count]);
   PyMem_Free(self->views), PyMem_Free(self->cells), PyMem_Free(self->held), PyMem_Free(self->services);
-  PyMem_Free(self->boxes), PyMem_Free(self->buffers), PyMem_Free(self->served);
+  PyMem_Free(self->boxes), PyMem_Free(self->buffers), PyMem_Free(self->served), PyMem_Free(self->clocks);
   allred_free_object(self);
 }
 
@@ -91,8 +92,10 @@ static PyObject *set_boxes(StepServer *self, PyObject *args) {
   if (boxes) self->boxes = boxes;
   char **buffers = PyMem_Realloc(self->buffers, ((size_t)count + 1) * sizeof *buffers);
   if (buffers) self->buffers = buffers;
+  int64_t *clocks = PyMem_Realloc(self->clocks, ((size_t)count + 1) * sizeof *clocks);
+  if (clocks) self->clocks = clocks;
   uint64_t *served = PyMem_Calloc((size_t)count + 1, sizeof *served);
-  if (!held || !services || !boxes || !buffers || !served) return PyMem_Free(served), PyErr_NoMemory();
+  if (!held || !services || !boxes || !buffers || !clocks || !served) return PyMem_Free(served), PyErr_NoMemory();
   PyMem_Free(self->served);
   self->served = served;
   for (Py_ssize_t i = 0; i < count; i++) {
@@ -201,11 +204,20 @@ typedef struct {
   double lr;
   served_rule rule;
   int64_t limit_ns;
+  int64_t largest_lead;           /* of a worker's clock over the slowest one after its step; -1: no bound */
   int first, found, wrong, chief; /* chief: the box of the worker whose learning rate counts, or -1 */
   allred_record record;           /* of the request that was not served */
 } service_run;
 
-/* Serve requests until one is of another kind, whose box and record are kept; or until the limit. */
+/* Whether the worker may continue at once after this step. */
+static int may_continue(const StepServer *self, int at, int64_t largest_lead) {
+  for (int i = 0; largest_lead >= 0 && i < self->all.count; i++)
+    if (i != at && self->clocks[at] + 1 - self->clocks[i] > largest_lead) return 0;
+  return 1;
+}
+
+/* Serve requests until one is of another kind or its worker must wait afterwards, whose box and record are kept; or
+ * until the limit. */
 static void serve_requests(StepServer *self, service_run *run) {
   const int64_t until = allred_now_ns() + run->limit_ns;
   run->found = -1;
@@ -217,7 +229,8 @@ static void serve_requests(StepServer *self, service_run *run) {
     const step_request request = read_request(&run->record);
     const int64_t staleness = run->version - request.version;
     const int is_step = run->record.bytes == RECORD_BYTES && request.flags == run->flags && staleness >= 0 &&
-                        staleness < MAX_STALENESS && (at != run->chief || isnan(request.lr) || request.lr == run->lr);
+                        staleness < MAX_STALENESS && (at != run->chief || isnan(request.lr) || request.lr == run->lr) &&
+                        may_continue(self, at, run->largest_lead);
     if (!is_step || !allred_request_is_there(&self->shard, &self->all, at, REQUEST_WAIT_NS)) {
       run->found = at;
       return;
@@ -227,20 +240,31 @@ static void serve_requests(StepServer *self, service_run *run) {
       run->wrong = 1;
       return;
     }
-    run->version++;
+    run->version++, self->clocks[at]++;
     self->served[at]++, self->staleness[staleness]++;
     answer(self, at, request.step + 1, run->version, staleness);
   }
 }
 
-/* serve(flags, version, update, lr, numbers, adam, limit_us, first, chief) -> (version, update, box or -1, record) */
+static int set_clocks(StepServer *self, PyObject *list) {
+  for (int i = 0; i < self->all.count; i++) self->clocks[i] = 0;
+  if (list == Py_None) return 1;
+  if (!PyList_Check(list) || PyList_Size(list) != self->all.count)
+    return PyErr_Format(PyExc_TypeError, "clocks are a list with one number of each box"), 0;
+  for (int i = 0; i < self->all.count; i++) self->clocks[i] = PyLong_AsLongLong(PyList_GetItem(list, i));
+  return !PyErr_Occurred();
+}
+
+/* serve(flags, version, update, lr, numbers, adam, limit_us, first, chief, clocks, largest_lead)
+   -> (version, update, box or -1, record) */
 static PyObject *serve(StepServer *self, PyObject *args) {
   service_run run = {.found = -1};
-  PyObject *numbers, *adam;
-  long long version, updates;
+  PyObject *numbers, *adam, *clocks;
+  long long version, updates, largest_lead;
   Py_ssize_t limit_us;
-  if (!PyArg_ParseTuple(args, "iLLdOOnii:serve", &run.flags, &version, &updates, &run.lr, &numbers, &adam, &limit_us,
-                        &run.first, &run.chief))
+  if (!PyArg_ParseTuple(args, "iLLdOOniiOL:serve", &run.flags, &version, &updates, &run.lr, &numbers, &adam, &limit_us,
+                        &run.first, &run.chief, &clocks, &largest_lead) ||
+      !set_clocks(self, clocks))
     return NULL;
   if (adam == Py_None) {
     if (!set_numbers(self, numbers)) return NULL;
@@ -251,6 +275,7 @@ static PyObject *serve(StepServer *self, PyObject *args) {
   }
   if (self->all.count < 1 || limit_us < 0 || run.first < 0)
     return PyErr_Format(PyExc_ValueError, "serve needs boxes, and a limit and a first box that are not negative");
+  run.largest_lead = clocks == Py_None ? -1 : largest_lead;
   run.version = version, run.update = updates, run.limit_ns = limit_us * 1000, run.first %= self->all.count;
   if (!enter(self)) return NULL;
   Py_BEGIN_ALLOW_THREADS;

@@ -280,6 +280,18 @@ def test_bounded_limits_how_far_a_worker_runs_ahead():
     assert (machine.global_step, machine.accepted, machine.max_lead) == (5, [3, 1, 1], 2)
 
 
+def test_gradients_that_were_served_without_the_coordinator_count():
+    machine = Bounded(2).coordinator(2)
+    machine.count_served(0, 2)
+    machine.done(0)
+    assert machine.ready() == []  # 3 ahead
+    with pytest.raises(AssertionError, match="worker 0 is waiting"):
+        machine.count_served(0, 1)
+    machine.count_served(1, 1)
+    assert machine.ready() == [(0, 3)]
+    assert (machine.global_step, machine.accepted) == (4, [3, 1])
+
+
 def test_bounded_0_is_bulk_synchronous():
     machine = Bounded(0).coordinator(3)
     for clock in range(1, 4):

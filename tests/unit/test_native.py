@@ -49,6 +49,18 @@ def test_a_buffer_that_is_too_small_is_an_error_and_not_written(kernels):
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
+def test_numbers_are_added_from_a_position_on(kernels):
+    values = np.arange(4.0)
+    kernels.add_numbers(memoryview(values), 1, 1.5, 2, True)
+    kernels.add_numbers(values, 4)
+    np.testing.assert_array_equal(values, [0.0, 2.5, 4.0, 4.0])
+    for first, numbers in ((2, (1, 2, 3)), (-1, (1,)), (5, ())):
+        with pytest.raises(ValueError, match="do not fit into 4"):
+            kernels.add_numbers(values, first, *numbers)
+    np.testing.assert_array_equal(values, [0.0, 2.5, 4.0, 4.0])
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
 def test_read_only_targets_are_refused(kernels):
     locked = np.zeros(3)
     locked.flags.writeable = False

@@ -41,13 +41,23 @@ class Server:
         self.server.set_boxes(self.boxes, native.Mailbox)
         self.version = self.updates = 0
 
-    def serve(self, limit_us=20_000, chief=0):
+    def serve(self, limit_us=20_000, chief=0, clocks=None, largest_lead=0):
         adam = None
         if isinstance(self.optimizer, optim.Adam):
             adam = (*self.optimizer.betas, self.optimizer.eps, self.optimizer.weight_decay)
         numbers = self.optimizer.kernel(self.optimizer.lr, self.updates + 1).numbers
         self.version, self.updates, box, record = self.server.serve(
-            PUSH_PULL, self.version, self.updates, self.optimizer.lr, numbers, adam, limit_us, 0, chief
+            PUSH_PULL,
+            self.version,
+            self.updates,
+            self.optimizer.lr,
+            numbers,
+            adam,
+            limit_us,
+            0,
+            chief,
+            clocks,
+            largest_lead,
         )
         return box, record
 
@@ -171,6 +181,31 @@ def test_several_workers():
     assert sum(number for _, number in boxes) == sum(number for _, number in staleness) == 3 * steps - late
 
 
+@pytest.mark.parametrize(
+    ("clocks", "largest_lead", "is_served"),
+    [
+        ([0, 0], 0, False), ([0, 1], 0, True), ([0, 0], 1, True), ([5, 4], 1, False), ([5, 5], 1, True),
+        ([4, 9], 0, True),
+    ],
+)  # fmt: skip
+def test_the_step_of_a_worker_that_must_wait_afterwards_is_returned(clocks, largest_lead, is_served):
+    server, ones = Server(optim.SGD(0.1), 10, np.float32, workers=2), np.ones(10, np.float32)
+    for _ in range(50):  # until no cell is late
+        version = server.version
+        (thread,) = alongside(lambda: server.request(0, ones, np.empty_like(ones), server.version))
+        box, record = -1, None
+        while record is None and server.version == version:
+            box, record = server.serve(clocks=clocks, largest_lead=largest_lead)
+        if record is not None:
+            while not server.server.apply(box, 0, True, server.optimizer.kernel(0.1, 1).numbers):
+                pass
+            server.boxes[box].answer(protocol.pack_reply(0, 0, 0, 0))
+        thread.join()
+        if (record is None) == is_served:
+            break
+    assert (record is None) == is_served
+
+
 def test_cells_are_applied_as_they_arrive():
     server = Server(optim.SGD(0.5), 10 * 64, np.float32)  # more cells than slots
     numbers, target = server.optimizer.kernel(0.5, 1).numbers, np.empty(10 * 64, np.float32)
@@ -196,10 +231,11 @@ def test_cells_are_applied_as_they_arrive():
             "array 1 of a cell has another",
         ),
         (lambda s: native.StepServer("sgd", [(np.zeros(3, int), None)]), "array 0 of a cell has another type"),
+        (lambda s: s.serve(clocks=[0, 0]), "clocks are a list with one number of each box"),
         (lambda s: s.server.apply(1, 0, True, (0.1, 0.0, 0.0, 0.0)), "there is no box 1"),
         (lambda s: s.server.apply(0, 0, True, (0.1, 0.0, 0.0, 0.0)), "no request is being served"),
     ],
 )
 def test_arguments_are_checked(call, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         call(Server(optim.SGD(0.1), 10, np.float32))
