@@ -26,6 +26,7 @@ from allred.comm.create import NoCollectives, add_devices, create
 from allred.comm.process_set import PROCESS_SETS, ProcessSets
 from allred.comm.select import TransportFacts
 from allred.config import Config, settle
+from allred.counters import Counters
 from allred.errors import AllredError, ConfigError, InputError
 from allred.gpu import streams
 from allred.runtime import process_end
@@ -219,6 +220,7 @@ def _world(plan: _Decisions, facts: list[Facts], bootstrap: Bootstrap, cluster: 
         generation=bootstrap.generation,
         in_cluster=bool(cluster.tasks),
         recovery=recovery,
+        counters=Counters(native.add_numbers),
     )
     PROCESS_SETS.set(here, ProcessSets(bootstrap, plan.servers, communicator, plan.facts, of_sets))
     here.queues.add(communicator.queue)

@@ -1,5 +1,6 @@
 /*
- * The ids of one lookup: each id travels once to its owner, and its row or gradient once back.
+ * The ids of one lookup. Each distinct id is sent once to its owner, which sends the row back; later the sum of its
+ * gradients is sent to the owner once.
  *
  * `positions[i]` says where the row of ids[i] lies among the rows of the distinct ids. Bags are ranges of ids whose
  * rows are added, or averaged: bag b has the ids from offsets[b] to offsets[b + 1]. No Python.
@@ -14,8 +15,8 @@
 
 /*
  * Write the distinct ids, grouped by their owners (allred_row_owner), each group in the order of first occurrence; and
- * how many each owner has. Return how many there are, or SIZE_MAX without memory. distinct, positions: room for `count`
- * entries.
+ * how many each owner has. Return how many there are, or SIZE_MAX if memory is exhausted. distinct, positions: room for
+ * `count` entries.
  */
 size_t allred_distinct_ids(const uint64_t *ids, size_t count, uint32_t owners, uint64_t *distinct, uint32_t *positions,
                            uint64_t *counts);
@@ -27,7 +28,7 @@ void allred_spread_rows(float *out, const void *rows, int half, const uint32_t *
 void allred_pool_rows(float *out, const void *rows, int half, const uint32_t *positions, const uint64_t *offsets,
                       size_t bags, size_t dim, int mean);
 
-/* out[positions[i]] += gradients[i], in the order of i. out: `distinct` rows, which need no values. */
+/* out[positions[i]] += gradients[i], in the order of i. out: `distinct` rows; it need not be initialized. */
 void allred_sum_gradients(float *out, size_t distinct, const float *gradients, const uint32_t *positions, size_t count,
                           size_t dim);
 

@@ -157,6 +157,7 @@ typedef struct {
   uint64_t number, taken, given;
   uint64_t gathered; /* 1 + the number of the cell whose data was gathered last */
   int open;          /* not answered yet */
+  int gives_vectors; /* the cells that were given are not of the shard */
   int64_t idle_from; /* of the first box: since when wait_any finds no request; 0 if it found one */
 } allred_service;
 

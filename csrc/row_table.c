@@ -40,15 +40,16 @@ static row *row_of(const allred_row_table *table, size_t number) {
 
 static size_t aligned(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
-/* Memory at a multiple of 2 MiB, so that the kernel can use one page for it. */
+/* Memory at a multiple of 2 MiB, so that the kernel can use one page for it. It is at the end of what was mapped, where
+ * the memory that was mapped before begins: the kernel then counts both as one mapping, and limits their number. */
 static char *map_chunk(size_t bytes) {
   const size_t room = bytes + CHUNK_BYTES;
   char *all = mmap(NULL, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (all == MAP_FAILED) return NULL;
-  const size_t before = aligned((uintptr_t)all, CHUNK_BYTES) - (uintptr_t)all;
+  const size_t before = ((uintptr_t)all + CHUNK_BYTES) / CHUNK_BYTES * CHUNK_BYTES - (uintptr_t)all;
   if (before) munmap(all, before);
   if (room - before > bytes) munmap(all + before + bytes, room - before - bytes);
-  if (bytes >= CHUNK_BYTES) madvise(all + before, bytes, MADV_HUGEPAGE);
+  madvise(all + before, bytes, MADV_HUGEPAGE);
   return all + before;
 }
 
@@ -78,7 +79,7 @@ allred_row_table *allred_row_table_new(const allred_row_form *form) {
   for (int i = 0; i < ALLRED_ROW_SLOTS; at += form->slots[i++] * sizeof(float)) table->slot_at[i] = at;
   table->row_bytes = aligned(sizeof(row) + at, sizeof(uint64_t));
   table->rows_per_chunk = table->row_bytes < CHUNK_BYTES ? CHUNK_BYTES / table->row_bytes : 1;
-  table->chunk_bytes = aligned(table->rows_per_chunk * table->row_bytes, (size_t)4096);
+  table->chunk_bytes = aligned(table->rows_per_chunk * table->row_bytes, CHUNK_BYTES);
   table->places = LEAST_INDEX;
   table->index = calloc(table->places, sizeof *table->index);
   table->scratch = malloc((2 * form->dim + 1) * sizeof *table->scratch);
@@ -135,8 +136,8 @@ static void fill_index(allred_row_table *table) {
 /* Make room for more rows in the index. */
 static int reserve(allred_row_table *table, size_t more) {
   const size_t needed = (table->rows + more) * 4 / 3 + 1;
-  if (needed <= table->places) return 0;
   if (table->rows + more > MOST_ROWS) return -1;
+  if (needed <= table->places) return 0;
   const size_t grown = table->places + table->places / 2, places = needed > grown ? needed : grown;
   uint64_t *index = malloc(places * sizeof *index);
   if (!index) return -1;
@@ -177,16 +178,18 @@ static double normal_quantile(double p) {
 }
 
 static void first_vector(const allred_row_form *form, uint64_t id, float *vector) {
+  if (form->init == ALLRED_INIT_CONSTANT) {
+    for (size_t i = 0; i < form->dim; i++) vector[i] = form->a;
+    return;
+  }
   const uint64_t base = random_bits(form->seed + allred_row_hash(id));
   const float width = form->b - form->a;
   for (size_t i = 0; i < form->dim; i++) {
     const uint64_t bits = random_bits(base + (i + 1) * 0x9e3779b97f4a7c15u);
     if (form->init == ALLRED_INIT_UNIFORM)
       vector[i] = form->a + width * ((float)(bits >> 40) * 0x1p-24f);
-    else if (form->init == ALLRED_INIT_NORMAL)
-      vector[i] = (float)(form->a + form->b * normal_quantile(((double)(bits >> 11) + 0.5) * 0x1p-53));
     else
-      vector[i] = form->a;
+      vector[i] = (float)(form->a + form->b * normal_quantile(((double)(bits >> 11) + 0.5) * 0x1p-53));
   }
 }
 
@@ -388,6 +391,7 @@ size_t allred_row_table_update_mean(allred_row_table *table, const allred_row_ta
 /* ---- all rows */
 
 void allred_row_table_clear(allred_row_table *table) {
+  if (table->candidates) allred_row_table_clear(table->candidates);
   table->rows = 0;
   memset(table->index, 0, table->places * sizeof *table->index);
 }

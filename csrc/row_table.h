@@ -1,12 +1,12 @@
 /*
  * Rows by id: an embedding table, or the part of one that a process holds.
  *
- * A row is one piece of memory: its id, how often it was looked up, the last step that used it, its vector, and the
- * optimizer's slots. Rows lie in chunks of 2 MiB, so that a table grows without a copy. The index has 8 bytes for an
- * entry, and is at most three quarters full: a part of the hash, with which most other rows are told apart without
- * reading them, and the number of the row.
+ * Each row is stored contiguously: its id, the number of its lookups, the last step that used it, its vector, and the
+ * optimizer's slots. Rows lie in chunks of 2 MiB, so that a table grows without a copy. The index is a hash table with
+ * open addressing, at most three quarters full. An entry has 32 bits of the hash, to reject most other rows without
+ * reading them, and the number of the row: 8 bytes.
  *
- * A row is made when its id is looked up for training. Its first values follow from the seed and the id only: they
+ * A row is made when its id is looked up for training. Its initial values follow from the seed and the id only: they
  * depend neither on the order of lookups nor on the number of processes.
  *
  * One thread at a time uses a table. No Python.
@@ -24,9 +24,9 @@ enum { ALLRED_INIT_CONSTANT, ALLRED_INIT_UNIFORM, ALLRED_INIT_NORMAL, ALLRED_INI
 
 /*
  * The form of a table. half: vectors are stored as float16; else as float32, as slots are. slots: the elements of each,
- * in the order of the optimizer's rule: `dim`, 1, or 0 for a slot that it does not use; and their first value.
- * init, a, b: the first vector: a; uniform from a to b, without b; or normal with mean a and deviation b.
- * admit_after: the lookups for training of an id before its row is made.
+ * in the order of the optimizer's rule: `dim`, 1, or 0 for a slot that it does not use. slot_values: their initial
+ * values. init, a, b: the initial vector: constant a; uniform in [a, b); or normal with mean a and standard deviation
+ * b. admit_after: the lookups for training of an id before its row is made.
  */
 typedef struct {
   size_t dim;
@@ -59,7 +59,7 @@ static inline uint32_t allred_row_owner(uint64_t hash, uint32_t owners) {
   return (uint32_t)((hash >> 32) * owners >> 32);
 }
 
-/* NULL without memory. The functions below that make rows return -1 then; the rows made before stay. */
+/* Return NULL if memory is exhausted. The functions below that make rows return -1 then; the rows made before stay. */
 allred_row_table *allred_row_table_new(const allred_row_form *);
 void allred_row_table_free(allred_row_table *);
 
@@ -68,13 +68,13 @@ size_t allred_row_table_bytes(const allred_row_table *); /* of memory, with the 
 
 /*
  * Copy the vector of each id, in the type in which it is stored. With `step` above 0, a lookup for training in this
- * step: it makes missing rows. Otherwise it changes nothing. A row that does not exist has its first vector.
+ * step: it makes missing rows. Otherwise it changes nothing. A row that does not exist has its initial vector.
  */
 int allred_row_table_lookup(allred_row_table *, const uint64_t *ids, size_t count, void *vectors, uint32_t step);
 
 /*
  * Update the row of each id with a gradient (float32, `dim` for each id), in order; skip ids without a row. Return the
- * number of updated rows. kernel: of float32. numbers: as its rule wants them.
+ * number of updated rows. kernel: an update kernel of float32. numbers: the hyperparameters of its rule.
  */
 size_t allred_row_table_update(allred_row_table *, const uint64_t *ids, size_t count, const float *gradients,
                                allred_update kernel, const double *numbers, uint32_t step);
@@ -83,13 +83,15 @@ size_t allred_row_table_update(allred_row_table *, const uint64_t *ids, size_t c
  * vectors are float32 and begin with 0. */
 int allred_row_table_add(allred_row_table *, const uint64_t *ids, size_t count, const float *gradients, float weight);
 
-/* Update the rows with the sums, divided by `divisor`, in the order in which they were made there. */
+/* Update the rows with the sums, divided by `divisor`, in the order in which the rows of `sums` were made. */
 size_t allred_row_table_update_mean(allred_row_table *, const allred_row_table *sums, float divisor,
                                     allred_update kernel, const double *numbers, uint32_t step);
 
-/* Remove all rows, and keep the memory; remove the rows that were used before `step`, and free memory. The numbers of
- * the other rows change. Return the number of removed rows. */
+/* Remove all rows, and the counts of ids without a row. The memory is kept. */
 void allred_row_table_clear(allred_row_table *);
+
+/* Remove the rows that were last used before `step`, and free their memory, but not that of the index. The numbers of
+ * other rows change. Return the number of removed rows. */
 size_t allred_row_table_remove_older(allred_row_table *, uint32_t step);
 
 /* Write the numbers of the rows used in `since` or later; return how many. numbers: room for all rows. */

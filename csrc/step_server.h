@@ -1,9 +1,9 @@
 /*
- * Steps of workers that a parameter server serves without Python: a request pushes a gradient and pulls the parameters,
- * every cell of the gradient is applied when it arrives, and the cell of the parameters is given back.
+ * Serves requests that push a gradient and pull the parameters. The server applies each cell of the gradient when it
+ * arrives, and then lets the worker copy the updated cell of the parameters.
  *
- * The server takes requests one by one. Another worker may still copy the parameters of its last request: a cell
- * changes after all workers have read it. No Python, no allocation.
+ * The server takes requests one by one. It changes a cell only after every other worker has copied what it may still
+ * copy of its last request. No Python, no allocation.
  */
 #ifndef ALLRED_STEP_SERVER_H
 #define ALLRED_STEP_SERVER_H
@@ -30,7 +30,7 @@ typedef struct {
   const allred_shard_cell *cells;
   size_t count;
   const allred_rule *rule;
-  double numbers[ALLRED_RULE_NUMBERS]; /* of the next update */
+  double numbers[ALLRED_RULE_NUMBERS]; /* the hyperparameters of the next update */
 } allred_served_shard;
 
 /*

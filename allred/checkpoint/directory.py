@@ -34,7 +34,7 @@ from typing import BinaryIO
 
 from allred import log
 from allred.checkpoint.files import MANIFEST, Manifest, check_length, file_errors, read_manifest
-from allred.checkpoint.table_rows import bases_of, check_lengths
+from allred.checkpoint.table_rows import bases_of, check_row_files
 from allred.errors import CheckpointError, InputError
 
 _COMMITTED = re.compile(r"step-(\d{8,})(\.replaced)?", re.ASCII)
@@ -182,7 +182,8 @@ def damage(path: pathlib.Path) -> str:
         check_name(path, manifest)
         for shard in manifest.shards:
             check_length("checkpoint", path, shard)
-        check_lengths(path, manifest.meta)
+        for error in check_row_files(path, check_length):
+            raise error
     except CheckpointError as error:
         return str(error)
     return ""
@@ -263,10 +264,10 @@ def prune(root: str | os.PathLike[str], keep: int, keep_every: int = 0, up_to: i
     deleted = []
     listed = list_committed(pathlib.Path(root)).items()
     committed = [item for item in listed if up_to is None or item[0] <= up_to]
-    old = [(step, path) for step, path in committed if _is_complete(path)][:-keep]
+    complete = {path for _, path in listed if _is_complete(path)}
+    old = [(step, path) for step, path in committed if path in complete][:-keep]
     old = [(step, path) for step, path in old if not (keep_every and step % keep_every == 0)]
-    kept = {path for _, path in listed if _is_complete(path)} - {path for _, path in old}
-    needed = {base for path in kept for base in bases_of(path)}
+    needed = {base for path in complete - {path for _, path in old} for base in bases_of(path)}
     for _, path in old:
         if path not in needed:
             with file_errors("prune: deleting", path):

@@ -16,7 +16,7 @@ from allred.arrays import Array
 from allred.checkpoint.directory import check_name, list_committed
 from allred.checkpoint.entry import Entry, check_cover
 from allred.checkpoint.files import MANIFEST, Manifest, MissingPackageError, check_bytes, read_manifest, read_shard
-from allred.checkpoint.table_rows import check_rows
+from allred.checkpoint.table_rows import check_row_files
 from allred.errors import CheckpointError
 
 
@@ -123,11 +123,7 @@ def _problems(directory: pathlib.Path) -> Iterator[CheckpointError]:
             check_bytes("checkpoint", directory, shard)
         except CheckpointError as error:
             yield error
-    try:
-        for _ in check_rows(directory, manifest.meta):
-            pass
-    except CheckpointError as error:
-        yield error
+    yield from check_row_files(directory, check_bytes)
 
 
 def _check_cover(manifest: Manifest) -> None:

@@ -1,20 +1,20 @@
 """Rows of embedding tables in a checkpoint: files beside the shards, and their description in the manifest.
 
 A process that restores reads the file of each writer, and keeps the rows that belong to it. So a checkpoint can be
-restored by any number of processes. The rows of a checkpoint may be those that were used since an earlier one, its
-base, which has the others.
+restored by any number of processes. A checkpoint may have only the rows that were used since an earlier one, its base,
+which has the others.
 """
 
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from allred.arrays import Array
 from allred.checkpoint.entry import Entry, whole
-from allred.checkpoint.files import ShardInfo, check_bytes, check_length, read_manifest, read_shard, write_shard
+from allred.checkpoint.files import ShardInfo, read_manifest, read_shard, write_shard
 from allred.errors import CheckpointError
 
 _KEY = "tables"  # in the manifest's meta, which exists in checkpoints: keep it
@@ -29,8 +29,8 @@ def write_rows(
 
 
 def describe_tables(parts: dict[str, list[ShardInfo]], steps: dict[str, int], bases: dict[str, str]) -> dict[str, Any]:
-    """Return what the manifest contains of tables. parts: the files of each table. steps: its number of updates. bases:
-    the name of the checkpoint that has its other rows; "" if these are all."""
+    """Return the entry of the manifest for the tables. parts: the files of each table. steps: its number of updates.
+    bases: the name of the checkpoint that has its other rows; "" if these are all."""
     tables = {
         name: {"step": steps[name], "base": bases[name], "parts": [each.to_json() for each in files]}
         for name, files in parts.items()
@@ -44,11 +44,19 @@ def tables_in(meta: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _table_in(directory: pathlib.Path, name: str) -> dict[str, Any]:
+    tables = tables_in(read_manifest(directory).meta)
+    if name not in tables:
+        raise CheckpointError(f"{directory} has no table {name!r}, only {list(tables)}")
+    table: dict[str, Any] = tables[name]
+    return table
+
+
 def checkpoints_of(directory: str | os.PathLike[str], name: str) -> list[pathlib.Path]:
     """Return the checkpoints that have rows of a table of this checkpoint, the oldest first; later rows replace earlier
     ones. Raises CheckpointError: one of them is missing."""
     found = [pathlib.Path(directory)]
-    while base := tables_in(read_manifest(found[-1]).meta)[name]["base"]:
+    while base := _table_in(found[-1], name)["base"]:
         if base >= found[-1].name:
             raise CheckpointError(f"{found[-1]}: the rows of table {name!r} are based on {base}, which is not older")
         found.append(found[-1].parent / base)
@@ -61,30 +69,36 @@ def bases_of(directory: pathlib.Path) -> set[pathlib.Path]:
     return {path for name in names for path in checkpoints_of(directory, name)} - {directory}
 
 
-def read_rows(directory: str | os.PathLike[str], name: str) -> Iterator[dict[str, Array]]:
-    """Yield the columns of each file of a table, those of older checkpoints first. Raises CheckpointError."""
+def row_files(directory: pathlib.Path, name: str) -> Iterator[tuple[pathlib.Path, ShardInfo]]:
+    """Yield the files of a table with the checkpoint of each, the oldest checkpoint first. Raises as
+    `checkpoints_of`."""
     for path in checkpoints_of(directory, name):
-        for part in map(ShardInfo.from_json, tables_in(read_manifest(path).meta)[name]["parts"]):
-            columns: dict[str, Array] = {}
-
-            def destination(entry: Entry, columns: dict[str, Array] = columns) -> Array:
-                return columns.setdefault(entry.slot_name, np.empty(entry.shape, entry.dtype))
-
-            read_shard("restore", path, part, destination)
-            yield columns
+        for part in _table_in(path, name)["parts"]:
+            yield path, ShardInfo.from_json(part)
 
 
-def check_lengths(directory: pathlib.Path, meta: dict[str, Any]) -> None:
-    """Raise CheckpointError unless the files of the tables exist and have their lengths, and bases exist."""
-    for name, table in tables_in(meta).items():
-        checkpoints_of(directory, name)
-        for part in map(ShardInfo.from_json, table["parts"]):
-            check_length("checkpoint", directory, part)
+def read_rows(directory: pathlib.Path, name: str) -> Iterator[dict[str, Array]]:
+    """Yield the columns of each file of a table, those of older checkpoints first. Raises CheckpointError."""
+    for path, part in row_files(directory, name):
+        columns: dict[str, Array] = {}
+
+        def destination(entry: Entry, columns: dict[str, Array] = columns) -> Array:
+            return columns.setdefault(entry.slot_name, np.empty(entry.shape, entry.dtype))
+
+        read_shard("restore", path, part, destination)
+        yield columns
 
 
-def check_rows(directory: pathlib.Path, meta: dict[str, Any]) -> Iterator[None]:
-    """Verify one file after the other. Raises CheckpointError at a damaged one."""
-    for table in tables_in(meta).values():
-        for part in map(ShardInfo.from_json, table["parts"]):
-            check_bytes("checkpoint", directory, part)
-            yield
+def check_row_files(
+    directory: pathlib.Path, check: Callable[[str, pathlib.Path, ShardInfo], None]
+) -> Iterator[CheckpointError]:
+    """Yield the damage of all files of the tables, those of bases too. check: raises CheckpointError for a file."""
+    try:
+        for name in tables_in(read_manifest(directory).meta):
+            for path, part in row_files(directory, name):
+                try:
+                    check("checkpoint", path, part)
+                except CheckpointError as error:
+                    yield error
+    except CheckpointError as error:
+        yield error

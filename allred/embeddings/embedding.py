@@ -1,8 +1,8 @@
 """`allred.Embedding`: a table of vectors by id, held by the ranks or by parameter servers.
 
-A step, from top to bottom: `lookup` sends each distinct id once to the process that owns it, and spreads the vectors
-over their places; `gradient` adds up the gradients of each distinct id; the step of the optimizer sends these sums to
-the owners (`TableLink`), which update the rows (row_store.py).
+A step, from top to bottom: `lookup` sends each distinct id once to the process that owns it, and copies the vectors to
+every position of their id; `gradient` adds up the gradients of each distinct id; the step of the optimizer sends these
+sums to the owners (`TableLink`), which update the rows (row_store.py).
 """
 
 import dataclasses
@@ -19,14 +19,14 @@ from allred.errors import InputError
 from allred.optim.base import Optimizer
 from allred.validators import integer
 
-_MOST_LOOKUPS = 1000  # whose gradients a table awaits
+_MOST_LOOKUPS = 1000  # for training, since the last step
 
 
 @dataclasses.dataclass(eq=False)
 class DistinctIds:
     """The distinct ids of a lookup, grouped by owner: ids[:counts[0]] belong to owner 0, and so on.
 
-    positions: of each id of the lookup among them.
+    positions[i]: the index of id number i of the lookup in `ids`.
     """
 
     ids: Array  # uint64
@@ -42,13 +42,14 @@ class DistinctIds:
 
     @property
     def in_order(self) -> bool:
-        """Whether the ids of the lookup are these, in this order."""
+        """Whether the lookup had no duplicates, and needs no other order."""
         return len(self.counts) == 1 and len(self.ids) == len(self.positions)
 
 
 @dataclasses.dataclass(eq=False)
 class Lookup:
-    """A lookup for training. offsets: of its bags, with the end; None without. mean: whether bags are averaged."""
+    """A lookup for training. offsets: where its bags begin, and the end; None without bags. mean: whether bags are
+    averaged."""
 
     vectors: Array
     distinct: DistinctIds
@@ -69,13 +70,13 @@ class Prefetched:
 
 
 class TableLink(Protocol):
-    """The way from a table to its rows. owners: how many processes hold them."""
+    """Where the rows of a table are. owners: how many processes hold them."""
 
     @property
     def owners(self) -> int: ...
     def check(self, table: "Embedding", call: str, problem: str, ready: bool = False, settings: str = "") -> bool:
-        """Raise InputError if there is a problem on this rank, or on any where the call is collective. call: the name
-        of the method. settings: must be equal on all ranks. Return whether this rank is `ready`, or all are."""
+        """Raise InputError if there is a problem on this rank, or, if the call is collective, on any rank. call: the
+        name of the method. settings: must be equal on all ranks. Return whether this rank is `ready`, or all are."""
 
     def fetch(self, table: "Embedding", distinct: DistinctIds, train: bool) -> Array:
         """Return the vectors of the distinct ids, in their order, in the dtype of the table."""
@@ -110,24 +111,25 @@ class Embedding:
             opt.step(params, grads)                     # updates the rows of these ids too
 
     In mode sync each rank holds a part of the rows, and `lookup` is collective. In mode ps the parameter servers hold
-    them. In both a row is on the process that a hash of its id chooses. Only rows of ids in use travel, each once for a
-    step and owner. A row is made when its id is first looked up for training; its first values follow from `seed` and
-    the id only. Made after allred.init(), with the same arguments on all ranks.
+    them. In both a row is on the process that a hash of its id chooses. A step sends only the rows of the ids
+    that it looks up, each once. A row is made when its id is first looked up for training; its initial values follow
+    from `seed` and the id only. Made after allred.init(), with the same arguments on all ranks.
 
     Arguments:
         name: of the table, in errors and checkpoints; each table of a program has its own.
-        dim: numbers of a vector.
+        dim: the size of a vector.
         rows: ids are 0 to rows - 1; None: any integer of 64 bits.
-        init: the first values: `allred.embeddings.Uniform(low, high)`, `Normal(mean, std)`, or one number.
+        init: the initial values: `allred.embeddings.Uniform(low, high)`, `Normal(mean, std)`, or one number.
         optimizer: SGD, Adagrad, RMSProp, Adam or AdamW of allred.optim. A step changes the rows that have a gradient,
-            and no others: momentum, averages and weight decay of the other rows rest. Its `lr` may be assigned.
+            and no others: the momentum and averages of other rows stay unchanged, and weight decay does not change
+            them. Its `lr` may be assigned.
         dtype: float32 or float16, in which vectors are stored and sent; sums and state are float32.
-        seed: of the first values, an integer >= 0.
-        admit_after: lookups for training of an id before its row is made; until then it has its first values, and
+        seed: of the initial values, an integer >= 0.
+        admit_after: lookups for training of an id before its row is made; until then it has its initial values, and
             its gradients are dropped. For ids that are seen once only.
         expire_after: steps after which a checkpoint removes a row that no lookup for training has used; None: never.
-        full_every: of this many checkpoints one has all rows, and the others the rows used since the one before, which
-            is not deleted then. Mode ps; in mode sync each has all.
+        full_every: one of this many checkpoints has all rows; the others have the rows used since the one before, which
+            is kept as their base. The first one after a start or a restore has all. Mode ps; in mode sync each has all.
 
     Attributes: `optimizer` as given, and `name`, `dim`, `rows` and `dtype`.
 
@@ -200,12 +202,9 @@ class Embedding:
         except InputError as error:
             problem = str(error)
         prefetched = self._take_prefetched(flat) if train and not problem else None
-        if link.check(self, "lookup", problem, prefetched is not None, f"train={bool(train)}"):
-            assert prefetched is not None
-            distinct, rows = prefetched.distinct, prefetched.wait()
-        else:
-            distinct = DistinctIds.of(flat, link.owners)
-            rows = link.fetch(self, distinct, train)
+        all_ready = link.check(self, "lookup", problem, prefetched is not None, f"train={bool(train)}")
+        distinct = DistinctIds.of(flat, link.owners) if prefetched is None else prefetched.distinct
+        rows = prefetched.wait() if prefetched is not None and all_ready else link.fetch(self, distinct, train)
         if ends is None and distinct.in_order and rows.dtype == np.float32:
             vectors = rows
         else:
@@ -224,8 +223,9 @@ class Embedding:
             opt.step(params, grads)
             vectors = table.lookup(next_ids)  # the same ids, of any shape
 
-        The vectors lack the updates of the steps between the two calls. With one worker, and in mode sync, the result
-        is reproducible. In mode ps on one machine the server reads the rows while this worker computes.
+        The vectors lack the updates of the steps between the two calls. Another lookup of the table for training
+        discards them. With one worker, and in mode sync, the result is reproducible. In mode ps on one machine the
+        server reads the rows while this worker computes.
 
         Arguments:
             ids: as in `lookup`.
@@ -288,7 +288,7 @@ class Embedding:
                 gradients of an id that was looked up several times are added up.
             vectors: the result of the lookup; needed if there were several since the last step.
 
-        Raises InputError: no lookup for training waits for a gradient, or the shapes differ.
+        Raises InputError: no lookup for training since the last step lacks its gradient, or the shapes differ.
         """
         title = f"table {self.name!r}, gradient()"
         found = self._find(title, vectors)
@@ -403,7 +403,7 @@ def _as_array(name: str, value: Any) -> Array:
     try:
         array = np.asarray(value)
     except ValueError as error:
-        raise InputError(f"{name} are no array: {error}") from None
+        raise InputError(f"{name} cannot be converted to an array: {error}") from None
     return array.astype(np.int64) if array.size == 0 and not isinstance(value, np.ndarray) else array
 
 

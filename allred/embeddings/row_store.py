@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,9 +10,11 @@ import numpy as np
 from allred import native
 from allred.arrays import Array
 from allred.embeddings.table_form import Normal, TableForm, Uniform
+from allred.errors import AllredError
 from allred.native import row_twins
 
 _SLOTS = 3  # of a rule at most (csrc/update.h)
+_MOST_STEPS = 2**32 - 2  # a row has the number of its last step as 32 bits
 _CONSTANT, _UNIFORM, _NORMAL = range(3)  # csrc/row_table.h
 
 
@@ -35,8 +38,10 @@ def widths(form: TableForm) -> dict[str, tuple[int, ...]]:
 
 
 class SavedRows(NamedTuple):
-    """The last checkpoint: its name, the number of updates in it, and how many before it have not had all rows."""
+    """A checkpoint of the rows. root: the directory that has it. step: the number of updates in it. partial: how many
+    checkpoints, it and those that it is based on, do not have all rows."""
 
+    root: Path
     name: str
     step: int
     partial: int
@@ -62,17 +67,12 @@ class RowStore:
             form.dim, half, self._sizes, slot_values, init, float(a), float(b), form.seed, form.admit_after
         )
         self._saved: SavedRows | None = None  # the last complete checkpoint
-        self._unfinished: SavedRows | None = None
+        self._unfinished: SavedRows | None = None  # the one after it, which may be complete
         self._sums: Any = None  # a table of the sums of gradients
 
     @property
     def rows(self) -> int:
         count: int = self._table.rows
-        return count
-
-    @property
-    def nbytes(self) -> int:
-        count: int = self._table.nbytes
         return count
 
     @property
@@ -91,8 +91,10 @@ class RowStore:
         self._table.lookup(ids, vectors, self.optimizer.global_step + 1 if train else 0)
 
     def begin(self) -> Rule:
-        """Begin an update. All its parts have the rule that is returned."""
+        """Count one update, and return its rule, with which `update` makes each part."""
         optimizer = self.optimizer
+        if optimizer.global_step >= _MOST_STEPS:
+            raise AllredError(f"table {self.form.name!r}: more than {_MOST_STEPS} steps")
         lr = optimizer.learning_rate
         optimizer.global_step += 1
         kernel = optimizer.kernel(lr, optimizer.global_step)
@@ -136,7 +138,8 @@ class RowStore:
         slots = [np.empty((count, size), np.float32) if size else None for size in self._sizes]
         self._table.read(numbers, None, seen, steps, vectors, tuple(slots))
         named = dict(zip(self._slot_names, [slot for slot in slots if slot is not None], strict=True))
-        return {"ids": ids, "vectors": vectors.astype(self.form.dtype), "seen": seen, "steps": steps, **named}
+        vectors = vectors.astype(self.form.dtype, copy=False)
+        return {"ids": ids, "vectors": vectors, "seen": seen, "steps": steps, **named}
 
     def write(self, columns: dict[str, Array]) -> None:
         """Write rows, as `columns` returns them; columns other than "ids" may be missing."""
@@ -154,38 +157,36 @@ class RowStore:
             column("vectors", np.float32), slots,
         )  # fmt: skip
 
-    def load(self, name: str, step: int, parts: Iterable[dict[str, Array]], owner: int, owners: int) -> None:
-        """Replace all rows by the rows of a checkpoint that belong to process `owner` of `owners`. name: of the
-        checkpoint. step: the number of updates then. parts: later rows replace earlier ones."""
+    def load(self, step: int, parts: Iterable[dict[str, Array]], owner: int, owners: int) -> None:
+        """Replace all rows by the rows of a checkpoint that belong to process `owner` of `owners`. step: the number of
+        updates then. parts: later rows replace earlier ones. The next checkpoint has all rows."""
         self._table.clear()
+        self._sums = self._saved = self._unfinished = None
         self.optimizer.global_step = step
         for columns in parts:
             hashes = row_twins.hashes(columns["ids"])
             own = (hashes >> np.uint64(32)) * np.uint64(owners) >> np.uint64(32) == owner
             self.write({name: column[own] for name, column in columns.items()})
         self.expire()
-        self._saved = SavedRows(name, step, 0)
 
-    def save(self, name: str, complete: Collection[str]) -> tuple[dict[str, Array], str]:
+    def save(self, root: Path, name: str, complete: Collection[str]) -> tuple[dict[str, Array], str]:
         """Remove the rows that have expired. Return the columns for a checkpoint, and the name of its base: "" if these
-        are all rows. name: of the checkpoint. complete: the names of the checkpoints that exist."""
+        are all rows. All processes with rows of the table choose the same base. root, name: of the checkpoint.
+        complete: the names of the checkpoints in `root`."""
         self.expire()
-        last, step = self._saved, self.optimizer.global_step
-        if last is None or last.name not in complete or last.name >= name or last.partial + 1 >= self.form.full_every:
-            self._unfinished = SavedRows(name, step, 0)
+        last, step = self._unfinished, self.optimizer.global_step
+        if last is None or last.root != root or last.name not in complete:
+            last = self._saved
+        self._saved = last
+        is_base = last is not None and last.root == root and last.name in complete and last.name < name
+        if last is None or not is_base or last.partial + 1 >= self.form.full_every:
+            self._unfinished = SavedRows(root, name, step, 0)
             return self.columns(), ""
-        self._unfinished = SavedRows(name, step, last.partial + 1)
+        self._unfinished = SavedRows(root, name, step, last.partial + 1)
         return self.columns(last.step + 1), last.name
 
-    def note_complete(self, name: str) -> None:
-        """Note that the checkpoint that was saved last is complete: the next one may be based on it."""
-        if self._unfinished is not None and self._unfinished.name == name:
-            self._saved = self._unfinished
-
-    def expire(self) -> int:
-        """Remove the rows that no lookup for training has used for `expire_after` steps. Return their number."""
-        if self.form.expire_after is None:
-            return 0
-        oldest = self.optimizer.global_step + 1 - self.form.expire_after
-        removed: int = self._table.remove_older(oldest) if oldest > 0 else 0
-        return removed
+    def expire(self) -> None:
+        """Remove the rows that no lookup for training has used for `expire_after` steps."""
+        after = self.form.expire_after
+        if after is not None and (oldest := self.optimizer.global_step + 1 - after) > 0:
+            self._table.remove_older(oldest)

@@ -1,5 +1,6 @@
 """The arguments of a table of embeddings: checked on every rank, and equal on all."""
 
+import contextlib
 import dataclasses
 import functools
 import pickle
@@ -62,10 +63,11 @@ class TableForm:
             raise InputError(f"{self._of('dim')} must be at most {_LARGEST_DIM}, but is {self.dim}")
         if self.rows is not None:
             self._replace("rows", integer(self._of("rows"), self.rows, 1, "None makes rows for all ids"))
+        with contextlib.suppress(TypeError):
+            self._replace("dtype", np.dtype(self.dtype))
+        if self.dtype not in (np.dtype(np.float32), np.dtype(np.float16)):
+            raise InputError(f"{self._of('dtype')} must be float32 or float16, but is {self.dtype!r:.80}")
         self._replace("init", self._checked_init())
-        if np.dtype(self.dtype) not in (np.float32, np.float16):
-            raise InputError(f"{self._of('dtype')} must be float32 or float16, but is {np.dtype(self.dtype)}")
-        self._replace("dtype", np.dtype(self.dtype))
         self._replace("seed", integer(self._of("seed"), self.seed, 0) % 2**64)
         self._replace("admit_after", integer(self._of("admit_after"), self.admit_after, 1, "it counts lookups"))
         if self.admit_after >= 2**32:
@@ -101,16 +103,19 @@ class TableForm:
         given = self.init
         numbers = dataclasses.astuple(given) if isinstance(given, Uniform | Normal) else (given,)
         try:
-            values = [np.float32(number) for number in numbers if not isinstance(number, bool)]
+            with np.errstate(over="ignore"):
+                values = [self.dtype.type(number) for number in numbers if not isinstance(number, bool)]
         except (TypeError, ValueError):
             values = []
         if len(values) != len(numbers) or not np.isfinite(values).all():
             raise InputError(
                 f"{self._of('init')} must be a number, allred.embeddings.Uniform(low, high) or "
-                f"allred.embeddings.Normal(mean, std), of finite numbers, but is {given!r}"
+                f"allred.embeddings.Normal(mean, std), of numbers that are finite in {self.dtype}, but is {given!r}"
             )
         if isinstance(given, Uniform) and not given.low <= given.high:
             raise InputError(f"{self._of('init')}: low must not be above high, but is {given}")
+        if isinstance(given, Uniform) and not given.high - given.low <= np.finfo(np.float32).max:
+            raise InputError(f"{self._of('init')}: high - low must be finite in float32, but is {given}")
         if isinstance(given, Normal) and given.std < 0:
             raise InputError(f"{self._of('init')}: std must be >= 0, but is {given}")
         return given

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from allred import log, nest, world
-from allred.checkpoint import SavedTensors, read_manifest
-from allred.checkpoint.table_rows import bases_of, check_rows, tables_in
+from allred.checkpoint import SavedTensors
+from allred.checkpoint.files import check_bytes
+from allred.checkpoint.table_rows import row_files, tables_in
 from allred.comm import functions
 from allred.comm.communicator import Communicator
 from allred.comm.header import hash_text
@@ -69,10 +70,10 @@ def _check_parts(
                     f"{path} is of another model: the rows of table {table.name!r} have {found} in it, and {own} here"
                 )
     parts = _without_more(extra) or {}
-    if verifies and tables:
-        for base in (path, *bases_of(path)):
-            for _ in check_rows(base, read_manifest(base).meta):
-                pass
+    if verifies:
+        for table in tables:
+            for base, part in row_files(path, table.name):
+                check_bytes("checkpoint", base, part)
     if missing := [name for name in names if not parts.get(f"'{name}'", [None])[0]]:
         raise CheckpointError(
             f"{path} has no state of the {missing[0]}, because it was saved without the {missing[0]}; nothing was "

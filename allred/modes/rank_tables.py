@@ -1,8 +1,8 @@
 """Embedding tables in mode sync: each rank holds a part of the rows, and all ranks look up and update together.
 
-A step of the optimizer: `prepare` tells all ranks whether a gradient of any rank is not finite, before anything is
-changed; the dense gradients follow; then `commit` sends each gradient to the rank that owns the row. It adds up the
-gradients of the ranks in their order, as an allreduce does, and updates the row.
+A step of the optimizer: before anything changes, `prepare` tells all ranks whether a gradient of any rank is not
+finite. Then the dense gradients are reduced, and `commit` sends each gradient to the rank that owns the row. This rank
+adds up the gradients of all ranks in their order, as an allreduce does, and updates the row.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -29,6 +29,7 @@ class RankTables:
         self._tables, self._title, self._op = tables, title, op
         self._gathered: dict[str, dict[str, Array]] = {}
         self._stores = {table.name: RowStore(table.form) for table in tables}
+        self._gradients: list[tuple[DistinctIds, Array]] = []
 
     # The link of a table: see TableLink.
 
@@ -84,7 +85,9 @@ class RankTables:
         communicator = functions.current()
         self._gathered = {}
         for table in self._tables:
-            own, _ = self._stores[table.name].save("", ())
+            store = self._stores[table.name]
+            store.expire()
+            own = store.columns()
             splits = [len(own["ids"]), *[0] * (communicator.size - 1)]
             if communicator.size > 1:
                 title = f"checkpoint of {table.name}"
@@ -117,7 +120,7 @@ class RankTables:
                 whole = list(parts) if communicator.rank == 0 else None
                 parts = communicator.broadcast_object(whole, first, f"rows of {table.name}").wait()
             step = saved[table.name]["step"]
-            self._stores[table.name].load(path.name, step, parts, communicator.rank, communicator.size)
+            self._stores[table.name].load(step, parts, communicator.rank, communicator.size)
 
     # Steps.
 
@@ -143,8 +146,8 @@ class RankTables:
         return not any(each.note for each in fields) or checks.passes_tables(communicator, found)
 
     def commit(self, communicator: Communicator, used: bool, weight: float | None) -> None:
-        """Update the rows, if the step is used on all ranks; else forget the gradients. weight: factor of this rank's
-        gradients; None: all ranks count equally. Collective."""
+        """Update the rows, if the step is used on all ranks; else forget the gradients. weight: of this rank in the
+        mean; None: 1. Collective."""
         gradients, self._gradients = self._gradients, []
         divisor = 1.0 if self._op is ReduceOp.SUM else float(communicator.size)
         for table, (distinct, sums) in zip(self._tables, gradients, strict=True):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 class ServerTables:
     """The tables of the optimizer of a worker. title: of the step, in errors. owners: the number of servers. client:
-    set by the registration."""
+    None until the registration."""
 
     def __init__(self, tables: Sequence[Embedding], title: str, servers: int) -> None:
         self._tables, self._title, self.owners = tables, title, servers
@@ -43,7 +43,8 @@ class ServerTables:
         return self.client
 
     def fetch(self, table: Embedding, distinct: DistinctIds, train: bool) -> Array:
-        rows = arena.empty((len(distinct.positions), table.dim), table.dtype)[: len(distinct.ids)]  # memory in use
+        room = arena.empty((len(distinct.positions), table.dim), table.dtype)  # each step has one size: it is reused
+        rows = room[: len(distinct.ids)]
         client = self._servers(table, "lookup")
         client.look_up(self._numbers[table.name], distinct.ids, distinct.counts.tolist(), rows, train)
         return rows
@@ -88,15 +89,13 @@ class ServerTables:
 
     def take(self, sends_lr: bool, counts: bool) -> list[list[TableGradient]]:
         """Return the gradients since the last step, by server and table. sends_lr: whether this worker sends learning
-        rates. counts: whether the gradients are of any sample."""
+        rates. counts: False if the gradients are of no sample: then none is sent."""
         by_server: list[list[TableGradient]] = [[] for _ in range(self.owners)]
         for table, rate in zip(self._tables, self._rates, strict=True):
             distinct, gradients = table.take_gradient(self.owners)
-            if not counts:
-                distinct, gradients = DistinctIds.of(distinct.ids[:0], self.owners), gradients[:0]
             lr = rate.value() if sends_lr else math.nan
             start = 0
-            for server, count in enumerate(distinct.counts.tolist()):
+            for server, count in enumerate(distinct.counts.tolist() if counts else [0] * self.owners):
                 part = slice(start, start + count)
                 by_server[server].append(TableGradient(distinct.ids[part], gradients[part], lr))
                 start += count

@@ -55,11 +55,11 @@ class RowTable:
         self._slots = [(size, np.float32(value)) for size, value in zip(slots, slot_values, strict=True)]
         self._init, self._a, self._b, self._seed = init, np.float32(a), np.float32(b), np.uint64(seed)
         self._admit_after = admit_after
-        self._candidates: dict[int, list[int]] = {}  # {id: [lookups, last step]}
         self.clear()
 
     def clear(self) -> None:
         self._rows: dict[int, dict[str, Any]] = {}
+        self._candidates: dict[int, list[int]] = {}  # {id: [lookups, last step]}
 
     @property
     def rows(self) -> int:

@@ -1,4 +1,4 @@
-"""Steps that a server serves in C (csrc/step_server.h), if C has the optimizer's update.
+"""Serves steps in C (csrc/step_server.h), if C has a kernel for the update of the optimizer.
 
 With policy async or bounded, and locking, a push and pull of a worker on this node is served without Python, from the
 record of its request to the reply. Python gets every other request, such as the step of a worker that must wait for
@@ -93,8 +93,8 @@ class CompiledSteps:
 
 
 class Served(NamedTuple):
-    """Requests that were served. box, record: of the request that was not; box -1 for none. by_worker: [(worker, number
-    of requests)]. staleness: [(updates, number of requests)]."""
+    """Requests that were served. box, record: of the first request that was not served; box is -1 if there is none.
+    by_worker: [(worker, number of requests)]. staleness: [(updates, number of requests)]."""
 
     box: int
     record: bytes | None

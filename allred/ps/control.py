@@ -225,7 +225,7 @@ class Control:
         store = self._step_handler.require_shard().tables[request.table]
         with wait.busy():
             parts = table_rows.read_rows(request.path, store.form.name)
-            store.load(request.path.name, request.step, parts, self._context.rank, self._context.servers)
+            store.load(request.step, parts, self._context.rank, self._context.servers)
 
     def _save(
         self, worker: int, request: protocol.Save
@@ -257,15 +257,13 @@ class Control:
             written = checkpoint.write_shard(request.directory, *where, entries)
             for number, store in enumerate(shard.tables):
                 name = store.form.name
-                columns, base = store.save(request.name, request.complete)
+                columns, base = store.save(Path(request.directory).parent, request.name, request.complete)
                 info = table_rows.write_rows(request.directory, number, name, *where, columns)
                 rows[name] = info, store.optimizer.global_step, base
         return written, state, shard.version, rows
 
     def _checkpoint_complete(self, worker: int, request: protocol.CheckpointComplete) -> None:
         set_role(f"{topology.role()}; last checkpoint {request.path}")
-        for store in self._step_handler.require_shard().tables:
-            store.note_complete(Path(request.path).name)
 
     # The end.
 

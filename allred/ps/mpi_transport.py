@@ -283,8 +283,8 @@ class MpiPort(_Tested):
             self._sends.popleft()
         return len(self._sends) < _DEPTH
 
-    def give(self, cell: Array) -> bool:
-        """Send a copy of a cell of the parameters; False while _DEPTH cells are in flight."""
+    def give(self, cell: Array, of_shard: bool = True) -> bool:
+        """Send a copy of a cell; False while _DEPTH cells are in flight."""
         if not self._has_room():
             return False
         copy = cell.copy()

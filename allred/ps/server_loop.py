@@ -171,6 +171,7 @@ class ServerLoop:
             self._in_a_row = _IN_A_ROW
         if served.record is not None:
             self._first = served.box
+            self._in_a_row += 1
             worker = workers[served.box]
             self._start_step(worker, self.control.ports[worker], served.record)
         return served.record is not None or bool(served.by_worker)

@@ -77,9 +77,9 @@ class MailboxPort:
     def spin_wait(self) -> bool:
         return bool(self.box.spin_wait_cell() is not None)
 
-    def give(self, cell: Array) -> bool:
-        """Let the worker copy the next cell of the parameters."""
-        self._give(1)
+    def give(self, cell: Array, of_shard: bool = True) -> bool:
+        """Let the worker copy the next cell. of_shard: of the parameters; else of vectors."""
+        self._give(1) if of_shard else self._give(1, True)
         self._given += 1
         return True
 

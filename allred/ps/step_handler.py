@@ -250,32 +250,32 @@ class StepHandler:
         starts = flags & protocol.INIT
         adds = self._averages and not starts
         absent: Collection[int] = ()
-        if flags & protocol.TABLES:
-            yield from self._receive_rows(worker, port, shard, request, dropped)
-        if flags & protocol.ABSENT:
-            absent = yield from self._receive_absent(port, shard)
-        else:
-            port.open(shard.layout.up)
         receive: Callable[[int, Any], None]
         update: Update | None = None
-        if dropped:
-            receive = lambda number, cell: None  # noqa: E731
-        elif starts:
-            receive = shard.start
-        elif adds:
-            receive = shard.add if weight == 1.0 else functools.partial(shard.add, weight=weight)
-        else:
-            update = shard.begin(absent)
-            receive = functools.partial(shard.apply, update)
         changes = self.locking and not dropped and not adds and (starts or shard.in_place)
-        received = 0
-        compiled = self.compiled if update is not None and shard.in_place and worker in self.boxes else None
+        received, has_rows, was_ready = 0, False, False
         try:
+            if flags & protocol.TABLES:
+                has_rows = yield from self._receive_rows(worker, port, shard, request, dropped)
+            if flags & protocol.ABSENT:
+                absent = yield from self._receive_absent(port, shard)
+            else:
+                port.open(shard.layout.up)
+            if dropped:
+                receive = lambda number, cell: None  # noqa: E731
+            elif starts:
+                receive = shard.start
+            elif adds:
+                receive = shard.add if weight == 1.0 else functools.partial(shard.add, weight=weight)
+            else:
+                update = shard.begin(absent)
+                receive = functools.partial(shard.apply, update)
+            compiled = self.compiled if update is not None and shard.in_place and worker in self.boxes else None
             while compiled is not None and update is not None and received < len(shard.bytes):
                 reached = compiled.apply(update, self.boxes[worker], received, gives)
-                if reached is None:
+                if reached is None or (reached == received and was_ready):
                     break
-                received = reached
+                received, was_ready = reached, False
                 if gives:
                     port.note_given(received)
                 if received < len(shard.bytes):
@@ -283,6 +283,7 @@ class StepHandler:
                         yield from self._await_readers(received)
                     while port.cell() is None:
                         yield port
+                    was_ready = True
             for number, own in enumerate(shard.bytes[received:], received):
                 while (cell := port.cell()) is None:
                     yield port
@@ -295,10 +296,11 @@ class StepHandler:
                     while not port.give(own):
                         yield port.room
         except (GeneratorExit, ConnectionResetError):  # the worker is gone
-            if received and update is not None and shard.in_place:
-                self.statistics.torn += 1
-            elif received and adds and not dropped:
-                self.sending.add(worker)  # servers other than 0 get no BEGIN
+            if has_rows or received:
+                if adds and not dropped:
+                    self.sending.add(worker)  # servers other than 0 get no BEGIN
+                elif has_rows or (update is not None and shard.in_place):
+                    self.statistics.torn += not dropped
             raise
         if starts:
             self.starts += 1
@@ -314,8 +316,9 @@ class StepHandler:
 
     def _receive_rows(
         self, worker: int, port: Any, shard: Shard, request: protocol.StepRequest, dropped: bool
-    ) -> Steps[None]:
-        """Receive the gradients of the tables, and apply them, or add them to the sums."""
+    ) -> Steps[bool]:
+        """Receive the gradients of the tables, and apply them, or add them to the sums. Return whether there were
+        any."""
         tables = shard.tables
         port.open(np.array([table_cells.header_bytes(len(tables))], np.int64))
         while (cell := port.cell()) is None:
@@ -352,6 +355,7 @@ class StepHandler:
                 else:
                     self.statistics.torn += 1
             raise
+        return received
 
     def _receive_absent(self, port: Any, shard: Shard) -> Steps[Collection[int]]:
         """Open a push in which some pieces have no gradient, and return their numbers."""
@@ -406,7 +410,7 @@ class StepHandler:
                     while (room := port.room_for(at, (stop - start) * row_bytes, before)) is None:
                         yield port.reading(before, worker)
                     store.lookup_into(ids[start:stop], room, train)
-                    while not port.give(room):
+                    while not port.give(room, of_shard=False):
                         yield port.room
                     number += 1
         self.statistics.bytes_out += request.ids * store.row_bytes

@@ -1,8 +1,8 @@
-"""How the ids, vectors and gradients of embedding tables travel: in cells that have whole rows.
+"""How the ids, vectors and gradients of embedding tables are sent: in cells of whole rows.
 
-A lookup sends ids in cells, and gets vectors in smaller cells, through memory of the server that has room for some of
-them: for all of a lookup that the worker does not wait for. A push has first one cell with a header for each
-table, the number of ids and the learning rate; then for each table cells of ids and of their gradients in turn.
+A lookup sends ids in cells. The vectors come back in smaller cells, through memory of the server that has room for a
+few of them; the vectors of a prefetch must all fit into it. A push begins with one cell that has a header for each
+table, the number of ids and the learning rate. Then come, for each table, cells of ids and of their gradients in turn.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,8 +42,8 @@ def id_ranges(count: int) -> list[tuple[int, int]]:
 
 
 def vector_ranges(count: int, row_bytes: int) -> list[tuple[int, int]]:
-    """Return (start, stop) of the ids of each cell of vectors, in the order of the cells. No such cell has ids of two
-    cells of ids."""
+    """Return (start, stop) of the ids of each cell of vectors, in the order of the cells. A cell of vectors
+    never has ids of two cells of ids."""
     return [
         (first + start, first + stop)
         for first, end in id_ranges(count)
@@ -64,13 +64,11 @@ def vectors_at(number: int, row_bytes: int, waits: bool) -> int:
 def push_parts(given: Sequence[TableGradient]) -> tuple[list[Array], Array]:
     """Return the arrays of a push, and the sizes of its cells in bytes."""
     headers = np.array([(len(each.ids), each.lr) for each in given], _HEADER)
-    parts, sizes = [headers.view(np.uint8)], [headers.nbytes]
+    parts = [headers.view(np.uint8)]
     for ids, gradients, _ in given:
-        row_bytes = gradients.shape[1] * gradients.itemsize
-        for start, stop in ranges(len(ids), row_bytes, CELL_BYTES):
+        for start, stop in ranges(len(ids), gradients.shape[1] * gradients.itemsize, CELL_BYTES):
             parts += ids[start:stop], gradients[start:stop]
-            sizes += (stop - start) * ID_BYTES, (stop - start) * row_bytes
-    return parts, np.array(sizes, np.int64)
+    return parts, np.array([part.nbytes for part in parts], np.int64)
 
 
 def header_bytes(tables: int) -> int:

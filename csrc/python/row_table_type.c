@@ -17,13 +17,13 @@ typedef struct {
 
 /* Acquired buffers, with the error that was found first. */
 typedef struct {
-  Py_buffer views[8];
+  Py_buffer views[5 + ALLRED_ROW_SLOTS];
   int count, failed;
 } buffers;
 
-/* Acquire an array with `rows` times `row_bytes` bytes. NULL with an exception set; NULL too for None. */
+/* Acquire an array with `rows` times `row_bytes` bytes. NULL with an exception set. */
 static void *take(buffers *all, PyObject *object, const char *name, size_t rows, size_t row_bytes, int writable) {
-  if (all->failed || object == Py_None) return NULL;
+  if (all->failed) return NULL;
   Py_buffer *view = &all->views[all->count];
   if (PyObject_GetBuffer(object, view, writable ? PyBUF_CONTIG : PyBUF_CONTIG_RO) < 0) return all->failed = 1, NULL;
   all->count++;
@@ -33,15 +33,16 @@ static void *take(buffers *all, PyObject *object, const char *name, size_t rows,
 }
 
 /* Acquire an array of any number of rows, and return this number. */
-static size_t take_any(buffers *all, PyObject *object, const char *name, size_t row_bytes, void **data) {
+static size_t take_any(buffers *all, PyObject *object, const char *name, size_t row_bytes, void **data, int writable) {
   Py_buffer *view = &all->views[all->count];
   *data = NULL;
-  if (all->failed || PyObject_GetBuffer(object, view, PyBUF_CONTIG_RO) < 0) return all->failed = 1, 0;
+  if (all->failed || PyObject_GetBuffer(object, view, writable ? PyBUF_CONTIG : PyBUF_CONTIG_RO) < 0)
+    return all->failed = 1, 0;
   all->count++;
   const size_t rows = (size_t)view->len / row_bytes;
   if ((size_t)view->len % row_bytes || rows > ALLRED_MAX_IDS) {
-    PyErr_Format(PyExc_ValueError, "%s has %zd bytes, not a multiple of %zu up to %zu of them", name, view->len,
-                 row_bytes, ALLRED_MAX_IDS);
+    PyErr_Format(PyExc_ValueError, "%s has %zd bytes; it must be a multiple of %zu bytes, and at most %zu rows", name,
+                 view->len, row_bytes, ALLRED_MAX_IDS);
     return all->failed = 1, 0;
   }
   *data = view->buf;
@@ -90,7 +91,7 @@ static int construct(RowTable *self, PyObject *args, PyObject *unused) {
                         &form->b, &seed, &admit_after))
     return -1;
   if (dim < 1 || dim > 1 << 24 || form->init < 0 || form->init >= ALLRED_INITS)
-    return PyErr_Format(PyExc_ValueError, "a dim from 1 to 2**24, and an init from 0 to %d", ALLRED_INITS - 1), -1;
+    return PyErr_Format(PyExc_ValueError, "dim must be 1 to 2**24, and init 0 to %d", ALLRED_INITS - 1), -1;
   for (int i = 0; i < ALLRED_ROW_SLOTS; i++) {
     if (slots[i] != 0 && slots[i] != 1 && slots[i] != dim)
       return PyErr_Format(PyExc_ValueError, "a slot has 0, 1 or %zd elements, not %zd", dim, slots[i]), -1;
@@ -119,7 +120,7 @@ static PyObject *lookup(RowTable *self, PyObject *args) {
   void *id;
   int result = 0;
   if (!check_free(self) || !PyArg_ParseTuple(args, "OOI:lookup", &ids, &vectors, &step)) return NULL;
-  const size_t count = take_any(&all, ids, "ids", sizeof(uint64_t), &id);
+  const size_t count = take_any(&all, ids, "ids", sizeof(uint64_t), &id, 0);
   void *out = take(&all, vectors, "vectors", count, vector_bytes(self), 1);
   if (all.failed) return finish(&all, NULL);
   ALONE(self, result = allred_row_table_lookup(self->table, id, count, out, step));
@@ -142,7 +143,7 @@ static int read_rule(const RowTable *self, const char *name, PyObject *numbers, 
     to->numbers[i] = PyFloat_AsDouble(PyTuple_GetItem(numbers, i));
     if (PyErr_Occurred()) return 0;
     if (!(fabs(to->numbers[i]) <= FLT_MAX))
-      return PyErr_Format(PyExc_ValueError, "number %d of %s is no finite float32", i, name), 0;
+      return PyErr_Format(PyExc_ValueError, "number %d of %s is not a finite float32", i, name), 0;
   }
   for (int i = 2; i < ALLRED_RULE_ARRAYS; i++) {
     const size_t slot = self->form.slots[i - 2], expected = rule->slot_per_row ? 1 : self->form.dim;
@@ -165,7 +166,7 @@ static PyObject *update(RowTable *self, PyObject *args) {
       !PyArg_ParseTuple(args, "OOsO!I:update", &ids, &gradients, &name, &PyTuple_Type, &numbers, &step) ||
       !read_rule(self, name, numbers, &rule))
     return NULL;
-  const size_t count = take_any(&all, ids, "ids", sizeof(uint64_t), &id);
+  const size_t count = take_any(&all, ids, "ids", sizeof(uint64_t), &id, 0);
   const float *gradient = take(&all, gradients, "gradients", count, self->form.dim * sizeof(float), 0);
   if (all.failed) return finish(&all, NULL);
   ALONE(self, updated = allred_row_table_update(self->table, id, count, gradient, rule.kernel, rule.numbers, step));
@@ -179,8 +180,8 @@ static PyObject *add(RowTable *self, PyObject *args) {
   void *id;
   int result = 0;
   if (!check_free(self) || !PyArg_ParseTuple(args, "OOf:add", &ids, &gradients, &weight)) return NULL;
-  if (self->form.half) return PyErr_Format(PyExc_ValueError, "a table of sums has float32 vectors");
-  const size_t count = take_any(&all, ids, "ids", sizeof(uint64_t), &id);
+  if (self->form.half) return PyErr_Format(PyExc_ValueError, "add() needs a table with float32 vectors");
+  const size_t count = take_any(&all, ids, "ids", sizeof(uint64_t), &id, 0);
   const float *gradient = take(&all, gradients, "gradients", count, self->form.dim * sizeof(float), 0);
   if (all.failed) return finish(&all, NULL);
   ALONE(self, result = allred_row_table_add(self->table, id, count, gradient, weight));
@@ -234,16 +235,22 @@ static PyObject *select_rows(RowTable *self, PyObject *args) {
   return finish(&all, PyLong_FromSize_t(found));
 }
 
+/* As `take`; NULL for None. */
+static void *take_given(buffers *all, PyObject *object, const char *name, size_t rows, size_t row_bytes, int writable) {
+  return object == Py_None ? NULL : take(all, object, name, rows, row_bytes, writable);
+}
+
 /* Acquire the columns of `rows` rows. */
 static allred_row_columns take_columns(RowTable *self, buffers *all, size_t rows, PyObject *const *columns,
                                        PyObject *slots, int writable) {
   allred_row_columns to = {NULL};
-  to.ids = take(all, columns[0], "ids", rows, sizeof *to.ids, writable);
-  to.seen = take(all, columns[1], "seen", rows, sizeof *to.seen, writable);
-  to.steps = take(all, columns[2], "steps", rows, sizeof *to.steps, writable);
-  to.vectors = take(all, columns[3], "vectors", rows, self->form.dim * sizeof(float), writable);
+  to.ids = take_given(all, columns[0], "ids", rows, sizeof *to.ids, writable);
+  to.seen = take_given(all, columns[1], "seen", rows, sizeof *to.seen, writable);
+  to.steps = take_given(all, columns[2], "steps", rows, sizeof *to.steps, writable);
+  to.vectors = take_given(all, columns[3], "vectors", rows, self->form.dim * sizeof(float), writable);
   for (int i = 0; i < ALLRED_ROW_SLOTS && i < PyTuple_Size(slots); i++)
-    to.slots[i] = take(all, PyTuple_GetItem(slots, i), "a slot", rows, self->form.slots[i] * sizeof(float), writable);
+    to.slots[i] =
+        take_given(all, PyTuple_GetItem(slots, i), "a slot", rows, self->form.slots[i] * sizeof(float), writable);
   return to;
 }
 
@@ -254,7 +261,7 @@ static PyObject *read_rows(RowTable *self, PyObject *args) {
   if (!check_free(self) || !PyArg_ParseTuple(args, "OOOOOO!:read", &numbers, &columns[0], &columns[1], &columns[2],
                                              &columns[3], &PyTuple_Type, &slots))
     return NULL;
-  const size_t count = take_any(&all, numbers, "numbers", sizeof(uint32_t), &data);
+  const size_t count = take_any(&all, numbers, "numbers", sizeof(uint32_t), &data, 0);
   const allred_row_columns to = take_columns(self, &all, count, columns, slots, 1);
   const uint32_t *number = data;
   for (size_t i = 0; i < count && !all.failed; i++)
@@ -273,7 +280,7 @@ static PyObject *write_rows(RowTable *self, PyObject *args) {
   if (!check_free(self) || !PyArg_ParseTuple(args, "OOOOO!:write", &columns[0], &columns[1], &columns[2], &columns[3],
                                              &PyTuple_Type, &slots))
     return NULL;
-  const size_t count = take_any(&all, columns[0], "ids", sizeof(uint64_t), &ids);
+  const size_t count = take_any(&all, columns[0], "ids", sizeof(uint64_t), &ids, 0);
   columns[0] = Py_None;
   allred_row_columns from = take_columns(self, &all, count, columns, slots, 0);
   from.ids = ids;
@@ -325,12 +332,12 @@ PyObject *allred_python_distinct_ids(PyObject *module, PyObject *args) {
   void *id, *owned;
   size_t found = 0;
   if (!PyArg_ParseTuple(args, "OOOO:distinct_ids", &ids, &distinct, &positions, &counts)) return NULL;
-  const size_t count = take_any(&all, ids, "ids", sizeof(uint64_t), &id);
-  const size_t owners = take_any(&all, counts, "counts", sizeof(uint64_t), &owned);
+  const size_t count = take_any(&all, ids, "ids", sizeof(uint64_t), &id, 0);
+  const size_t owners = take_any(&all, counts, "counts", sizeof(uint64_t), &owned, 1);
   uint64_t *to = take(&all, distinct, "distinct", count, sizeof *to, 1);
   uint32_t *position = take(&all, positions, "positions", count, sizeof *position, 1);
   if (!all.failed && (owners < 1 || owners > 1 << 20))
-    all.failed = 1, PyErr_Format(PyExc_ValueError, "from 1 to 2**20 owners, not %zu", owners);
+    all.failed = 1, PyErr_Format(PyExc_ValueError, "there must be 1 to 2**20 owners, not %zu", owners);
   if (all.failed) return finish(&all, NULL);
   Py_BEGIN_ALLOW_THREADS;
   found = allred_distinct_ids(id, count, (uint32_t)owners, to, position, owned);
@@ -342,7 +349,7 @@ PyObject *allred_python_distinct_ids(PyObject *module, PyObject *args) {
 /* Acquire positions, each below `distinct`. */
 static size_t take_positions(buffers *all, PyObject *object, size_t distinct, const uint32_t **positions) {
   void *data;
-  const size_t count = take_any(all, object, "positions", sizeof(uint32_t), &data);
+  const size_t count = take_any(all, object, "positions", sizeof(uint32_t), &data, 0);
   *positions = data;
   for (size_t i = 0; i < count; i++)
     if ((*positions)[i] >= distinct) {
@@ -355,7 +362,7 @@ static size_t take_positions(buffers *all, PyObject *object, size_t distinct, co
 /* Acquire offsets of bags: they grow from 0 to `count`. Return the number of bags. */
 static size_t take_offsets(buffers *all, PyObject *object, size_t count, const uint64_t **offsets) {
   void *data;
-  const size_t entries = take_any(all, object, "offsets", sizeof(uint64_t), &data);
+  const size_t entries = take_any(all, object, "offsets", sizeof(uint64_t), &data, 0);
   *offsets = data;
   if (all->failed) return 0;
   int grow = entries && (*offsets)[0] == 0 && (*offsets)[entries - 1] == count;
@@ -367,6 +374,25 @@ static size_t take_offsets(buffers *all, PyObject *object, size_t count, const u
   return entries - 1;
 }
 
+/* Where each id of a lookup is among the distinct ones, and its bags. */
+typedef struct {
+  const uint32_t *positions;
+  const uint64_t *offsets; /* NULL without bags */
+  size_t count, results;   /* ids; vectors of the result */
+} id_places;
+
+static id_places take_places(buffers *all, PyObject *positions, PyObject *offsets, size_t distinct) {
+  id_places to = {NULL, NULL, 0, 0};
+  to.count = to.results = take_positions(all, positions, distinct, &to.positions);
+  if (offsets != Py_None) to.results = take_offsets(all, offsets, to.count, &to.offsets);
+  return to;
+}
+
+static int check_dim(Py_ssize_t dim) {
+  if (dim >= 1 && dim <= 1 << 24) return 1;
+  return PyErr_Format(PyExc_ValueError, "dim must be 1 to 2**24, not %zd", dim), 0;
+}
+
 /* spread_rows(out, rows, half, positions, dim, offsets=None, mean=False) */
 PyObject *allred_python_spread_rows(PyObject *module, PyObject *args) {
   PyObject *out, *rows, *positions, *offsets = Py_None;
@@ -374,21 +400,18 @@ PyObject *allred_python_spread_rows(PyObject *module, PyObject *args) {
   Py_ssize_t dim;
   buffers all = {.count = 0};
   void *row;
-  const uint32_t *position;
-  const uint64_t *offset = NULL;
-  if (!PyArg_ParseTuple(args, "OOpOn|Op:spread_rows", &out, &rows, &half, &positions, &dim, &offsets, &mean))
+  if (!PyArg_ParseTuple(args, "OOpOn|Op:spread_rows", &out, &rows, &half, &positions, &dim, &offsets, &mean) ||
+      !check_dim(dim))
     return NULL;
-  if (dim < 1) return PyErr_Format(PyExc_ValueError, "dim must be positive");
-  const size_t distinct = take_any(&all, rows, "rows", (size_t)dim * (half ? 2 : sizeof(float)), &row);
-  const size_t count = take_positions(&all, positions, distinct, &position);
-  const size_t bags = offsets == Py_None ? count : take_offsets(&all, offsets, count, &offset);
-  float *to = take(&all, out, "out", bags, (size_t)dim * sizeof *to, 1);
+  const size_t distinct = take_any(&all, rows, "rows", (size_t)dim * (half ? 2 : sizeof(float)), &row, 0);
+  const id_places at = take_places(&all, positions, offsets, distinct);
+  float *to = take(&all, out, "out", at.results, (size_t)dim * sizeof *to, 1);
   if (all.failed) return finish(&all, NULL);
   Py_BEGIN_ALLOW_THREADS;
-  if (offset)
-    allred_pool_rows(to, row, half, position, offset, bags, (size_t)dim, mean);
+  if (at.offsets)
+    allred_pool_rows(to, row, half, at.positions, at.offsets, at.results, (size_t)dim, mean);
   else
-    allred_spread_rows(to, row, half, position, count, (size_t)dim);
+    allred_spread_rows(to, row, half, at.positions, at.count, (size_t)dim);
   Py_END_ALLOW_THREADS;
   return finish(&all, Py_NewRef(Py_None));
 }
@@ -400,23 +423,19 @@ PyObject *allred_python_sum_gradients(PyObject *module, PyObject *args) {
   Py_ssize_t dim;
   buffers all = {.count = 0};
   void *sum;
-  const uint32_t *position;
-  const uint64_t *offset = NULL;
-  if (!PyArg_ParseTuple(args, "OOOn|Op:sum_gradients", &out, &gradients, &positions, &dim, &offsets, &mean))
+  if (!PyArg_ParseTuple(args, "OOOn|Op:sum_gradients", &out, &gradients, &positions, &dim, &offsets, &mean) ||
+      !check_dim(dim))
     return NULL;
-  if (dim < 1) return PyErr_Format(PyExc_ValueError, "dim must be positive");
   const size_t row_bytes = (size_t)dim * sizeof(float);
-  const size_t distinct = take_any(&all, out, "out", row_bytes, &sum);
-  take(&all, out, "out", distinct, row_bytes, 1); /* it must be writable */
-  const size_t count = take_positions(&all, positions, distinct, &position);
-  const size_t bags = offsets == Py_None ? count : take_offsets(&all, offsets, count, &offset);
-  const float *gradient = take(&all, gradients, "gradients", bags, row_bytes, 0);
+  const size_t distinct = take_any(&all, out, "out", row_bytes, &sum, 1);
+  const id_places at = take_places(&all, positions, offsets, distinct);
+  const float *gradient = take(&all, gradients, "gradients", at.results, row_bytes, 0);
   if (all.failed) return finish(&all, NULL);
   Py_BEGIN_ALLOW_THREADS;
-  if (offset)
-    allred_sum_pooled_gradients(sum, distinct, gradient, position, offset, bags, (size_t)dim, mean);
+  if (at.offsets)
+    allred_sum_pooled_gradients(sum, distinct, gradient, at.positions, at.offsets, at.results, (size_t)dim, mean);
   else
-    allred_sum_gradients(sum, distinct, gradient, position, count, (size_t)dim);
+    allred_sum_gradients(sum, distinct, gradient, at.positions, at.count, (size_t)dim);
   Py_END_ALLOW_THREADS;
   return finish(&all, Py_NewRef(Py_None));
 }

@@ -78,10 +78,16 @@ static int construct(StepServer *self, PyObject *args, PyObject *unused) {
   return 0;
 }
 
+static int check_constructed(const StepServer *self) {
+  if (!self->cells) PyErr_SetString(PyExc_ValueError, "the server is not constructed");
+  return self->cells != NULL;
+}
+
 static PyObject *set_boxes(StepServer *self, PyObject *args) {
   PyObject *list;
   PyTypeObject *type;
-  if (!PyArg_ParseTuple(args, "O!O!:set_boxes", &PyList_Type, &list, &PyType_Type, &type)) return NULL;
+  if (!check_constructed(self) || !PyArg_ParseTuple(args, "O!O!:set_boxes", &PyList_Type, &list, &PyType_Type, &type))
+    return NULL;
   const Py_ssize_t count = PyList_Size(list);
   release_boxes(self);
   Mailbox **held = PyMem_Realloc(self->held, ((size_t)count + 1) * sizeof *held);
@@ -98,6 +104,7 @@ static PyObject *set_boxes(StepServer *self, PyObject *args) {
   if (!held || !services || !boxes || !buffers || !clocks || !served) return PyMem_Free(served), PyErr_NoMemory();
   PyMem_Free(self->served);
   self->served = served;
+  self->all.services = self->services, self->all.boxes = self->boxes, self->all.buffers = self->buffers;
   for (Py_ssize_t i = 0; i < count; i++) {
     PyObject *box = PyList_GetItem(list, i);
     if (!PyObject_TypeCheck(box, type)) return PyErr_Format(PyExc_TypeError, "box %zd is not a Mailbox", i);
@@ -105,7 +112,6 @@ static PyObject *set_boxes(StepServer *self, PyObject *args) {
     self->services[i] = &self->held[i]->service, self->boxes[i] = &self->held[i]->box;
     self->all.count = (int)i + 1;
   }
-  self->all.services = self->services, self->all.boxes = self->boxes, self->all.buffers = self->buffers;
   Py_RETURN_NONE;
 }
 
@@ -139,14 +145,16 @@ static int set_numbers(StepServer *self, PyObject *numbers) {
 }
 
 static PyObject *wrong_size(void) {
-  return PyErr_Format(PyExc_ValueError, "the worker states a wrong size or place of a cell");
+  return PyErr_Format(PyExc_ValueError, "the worker sent a cell with a wrong size or place");
 }
 
 static PyObject *apply(StepServer *self, PyObject *args) {
   int at, gives;
   Py_ssize_t first;
   PyObject *numbers;
-  if (!PyArg_ParseTuple(args, "inpO:apply", &at, &first, &gives, &numbers) || !set_numbers(self, numbers)) return NULL;
+  if (!check_constructed(self) || !PyArg_ParseTuple(args, "inpO:apply", &at, &first, &gives, &numbers) ||
+      !set_numbers(self, numbers))
+    return NULL;
   if (at < 0 || at >= self->all.count || first < 0 || (size_t)first > self->shard.count)
     return PyErr_Format(PyExc_ValueError, "there is no box %d, or no cell %zd", at, first);
   if (!self->held[at]->service.open) return PyErr_Format(PyExc_ValueError, "no request is being served");
@@ -262,7 +270,8 @@ static PyObject *serve(StepServer *self, PyObject *args) {
   PyObject *numbers, *adam, *clocks;
   long long version, updates, largest_lead;
   Py_ssize_t limit_us;
-  if (!PyArg_ParseTuple(args, "iLLdOOniiOL:serve", &run.flags, &version, &updates, &run.lr, &numbers, &adam, &limit_us,
+  if (!check_constructed(self) ||
+      !PyArg_ParseTuple(args, "iLLdOOniiOL:serve", &run.flags, &version, &updates, &run.lr, &numbers, &adam, &limit_us,
                         &run.first, &run.chief, &clocks, &largest_lead) ||
       !set_clocks(self, clocks))
     return NULL;

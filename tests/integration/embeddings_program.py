@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import sys
 
 import numpy as np
@@ -251,7 +252,14 @@ def partial_checkpoints():
     opt.step(params, {"w": np.ones(3, np.float32)})
     assert opt.restore(directory, params) == 8
     found = table.export()
-    return rows, left, all(np.array_equal(found[name], expected[name]) for name in expected)
+    equal, bases = all(np.array_equal(found[name], expected[name]) for name in expected), []
+    for root in (directory, directory, f"{directory}/other", directory):
+        opt.step(params, {"w": np.ones(3, np.float32)})
+        path = opt.save(root, params)
+        bases.append(checkpoint.read_manifest(path).meta["tables"]["users"]["base"])
+    for file in pathlib.Path(directory, "step-00000009").glob("rows-*"):
+        file.write_bytes(file.read_bytes()[:-1] + b"x")
+    return rows, left, equal, bases, checkpoint.verify(f"{directory}/step-00000010")
 
 
 def prefetches():
@@ -272,6 +280,22 @@ def prefetches():
         before = fresh
     table.prefetch(ids)  # the worker leaves without it
     return moved
+
+
+def prefetches_and_waits():
+    """Worker 1 has begun a lookup and waits for worker 0, which makes a step."""
+    table = allred.Embedding("rows", DIM, init=0.0, optimizer=optim.SGD(1.0))
+    opt, params = distribute(table)
+    if allred.rank() == 1:
+        table.prefetch(np.arange(100))
+    allred.barrier()
+    if allred.rank() == 0:
+        table.lookup([1])
+        table.gradient(np.ones((1, DIM)))
+        opt.step(params, {"w": np.ones(3, np.float32)})
+    allred.barrier()
+    found = table.lookup(np.arange(100), train=False)
+    return float(found[1, 0])
 
 
 if __name__ == "__main__":

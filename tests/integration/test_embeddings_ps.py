@@ -58,11 +58,20 @@ def test_prefetched_vectors(apart, servers):
         assert moved == pytest.approx([1.0, 1.0, 1.0], abs=1e-5)
 
 
+def test_a_worker_that_has_prefetched_does_not_hold_up_others():
+    policies = [POLICIES["async"], POLICIES["bounded"]]
+    assert run([["prefetches_and_waits", {}, policy] for policy in policies], 2) == [-1.0, -1.0]
+
+
 @pytest.mark.parametrize("servers", [1, 2])
 def test_checkpoints_with_the_rows_used_since_the_one_before(servers, tmp_path):
-    ((rows, left, equal),) = run([["partial_checkpoints", {"directory": str(tmp_path)}, {}]], 1, servers)
+    ((rows, left, equal, bases, damage),) = run([["partial_checkpoints", {"directory": str(tmp_path)}, {}]], 1, servers)
     assert left == ["step-00000007", "step-00000008"]
     assert equal
+    # The first one after the restore has all rows, and the one in another directory.
+    assert bases == ["", "step-00000009", "", "step-00000009"], bases
+    assert len(damage) == servers
+    assert all("step-00000009" in line for line in damage), damage
     assert max(rows[number] for number in (1, 2, 4, 5, 7)) <= 11 < min(rows[3], rows[6]), rows
 
 

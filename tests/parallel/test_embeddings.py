@@ -238,7 +238,7 @@ def test_dense_gradients_that_are_not_finite_leave_the_rows(rank, size):
         (([True],), "ids must be integers, but are bool"),
         (([1, ROWS],), f"ids must be 0 to {ROWS - 1}, but id number 1 is {ROWS}"),
         (([-1],), "id number 0 is -1"),
-        (([[1], [2, 3]],), "ids are no array"),
+        (([[1], [2, 3]],), "ids cannot be converted to an array"),
         (([1], [1]), "offsets must begin with 0"),
         (([1], [0, 2]), "and not exceed the 1 ids"),
         (([[1]], [0]), "with one axis"),

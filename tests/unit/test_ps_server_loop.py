@@ -14,6 +14,7 @@ from allred import optim
 from allred.errors import CollectiveTimeout, InputError
 from allred.fusion import Tensor
 from allred.ps import server_loop as module
+from allred.ps.compiled_steps import Served
 from allred.ps.consistency import Async, Sync
 from allred.ps.context import Context
 from allred.ps.mpi_transport import CALL, REPLY, STEP
@@ -130,12 +131,12 @@ def make(monkeypatch, workers=3, policy=None, locking=True, optimizer=None, regi
     return served
 
 
-def kinds(served, looks):
+def kinds(served, looks, wait=False):
     """What a server takes when it looks so often."""
     found = []
     for _ in range(looks):
         sizes = [len(served._transport.waiting[tag]) for tag in (STEP, CALL)]
-        served._receive(wait=False)
+        served._receive(wait=wait)
         (turn,) = served._turns
         served._turns.clear()
         for _ in turn.steps:
@@ -159,13 +160,28 @@ DEAD_WRITER = "worker 1 ended before it wrote the checkpoint"
 # ---- whose turn it is
 
 
-def test_mailboxes_do_not_keep_messages_waiting(monkeypatch):
+class Compiled:
+    """Finds requests that Python has to serve, such as lookups."""
+
+    def set_boxes(self, boxes):
+        pass
+
+    def serve(self, *given):
+        return Served(0, PULL_RECORD, [], [])
+
+
+@pytest.mark.parametrize("compiled", [None, Compiled()])
+def test_mailboxes_do_not_keep_messages_waiting(monkeypatch, compiled):
     served = make(monkeypatch)
+    served.step_handler.compiled = compiled
     served.control.boxes, served.control.box_workers = [Port()], [0]
     served.control.ports = {0: Port()}
     served._transport.waiting[STEP] += [(2, PULL_RECORD)] * 3
     served._transport.waiting[CALL] += [(3, GetStatistics())] * 3
-    assert kinds(served, 110) == (["box"] * 16 + ["step"] + ["box"] * 16 + ["call"]) * 3 + ["box"] * 8
+    assert (
+        kinds(served, 110, wait=compiled is not None)
+        == (["box"] * 16 + ["step"] + ["box"] * 16 + ["call"]) * 3 + ["box"] * 8
+    )
 
 
 def test_steps_by_mpi_do_not_keep_calls_waiting(monkeypatch):

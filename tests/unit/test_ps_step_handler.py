@@ -6,14 +6,29 @@ import numpy as np
 import pytest
 
 from allred import optim
+from allred.embeddings.row_store import RowStore
+from allred.embeddings.table_form import TableForm
 from allred.errors import AllredError
 from allred.fusion import Tensor
 from allred.ps.consistency import Async, Bounded, Sync
 from allred.ps.placement import place
-from allred.ps.protocol import ABSENT, BEGIN, DONE, DRAINING, DROPPED, INIT, PULL, PUSH, StepRequest, unpack_reply
+from allred.ps.protocol import (
+    ABSENT,
+    BEGIN,
+    DONE,
+    DRAINING,
+    DROPPED,
+    INIT,
+    PULL,
+    PUSH,
+    TABLES,
+    StepRequest,
+    unpack_reply,
+)
 from allred.ps.shard import Shard, lay_out, locks
 from allred.ps.shm_transport import MailboxPort
 from allred.ps.step_handler import StepHandler
+from allred.ps.table_cells import TableGradient, push_parts
 
 NAN = float("nan")
 TENSORS = [Tensor("a", (3,), np.dtype("float32")), Tensor("b", (2, 2), np.dtype("float64"))]
@@ -502,6 +517,38 @@ def test_what_is_no_gradient_or_changes_nothing_is_not_torn():
     next(pull)
     pull.close()
     assert served.statistics.torn == 0
+
+
+def with_rows(served, worker, flags, ids=1):
+    """Begin a push whose rows have arrived, and none of its parameters."""
+    served.shard.tables = [RowStore(TableForm("rows", 2, None, 0.0, optim.SGD(1.0), np.float32, 0, 1, None, 1))]
+    rows = TableGradient(np.arange(ids, dtype=np.uint64), np.ones((ids, 2), np.float32), NAN)
+    parts, _ = push_parts([rows])
+    served.ports[worker].cells.extend(part.reshape(-1).view(np.uint8) for part in parts)
+    steps = served.ask(worker, flags | TABLES)
+    next(steps)
+    return steps
+
+
+@pytest.mark.parametrize("absent", [0, ABSENT])
+def test_so_is_one_of_which_only_rows_were_applied(absent):
+    for ids in (0, 1):
+        served = Served(Async(), 2, optimizer=Own())
+        with_rows(served, 0, PUSH | absent, ids).close()
+        assert served.statistics.torn == ids
+
+
+@pytest.mark.parametrize("absent", [0, ABSENT])
+def test_rows_in_the_sum_of_a_step_are_a_part_of_a_gradient(absent):
+    for ids in (0, 1):
+        served = Served(Sync(), 3, server=1, servers=2)
+        with_rows(served, 1, PUSH | absent, ids).close()
+        if ids:
+            with pytest.raises(AllredError, match="worker 1 failed while it sent its gradient"):
+                served.leave(1)
+        else:
+            served.leave(1)
+        assert served.statistics.torn == 0
 
 
 def test_gradients_of_a_step_that_stays_incomplete_are_counted_at_the_end():

@@ -182,14 +182,18 @@ def test_rows_of_a_lookup_and_their_gradients(half, bags, dim):
     [
         (lambda t: t.lookup(np.arange(3), np.empty((2, 4), np.float32), 1), "vectors has 32 bytes; 3 times 16"),
         (lambda t: t.lookup(np.arange(3)[::2], np.empty((2, 4), np.float32), 1), "contiguous"),
+        (lambda t: t.lookup(np.arange(3), None, 1), "NoneType"),
+        (lambda t: t.update(None, None, "sgd", (0.1, 0.0, 0.0, 0.0), 1), "NoneType"),
         (lambda t: t.update(np.arange(1), np.ones((1, 4), np.float32), "adam", (0.1,) * 6, 1), "slot 0 of the table"),
         (lambda t: t.update(np.arange(1), np.ones((1, 4), np.float32), "sgd", (0.1,), 1), "sgd takes 4 numbers, got 1"),
         (lambda t: t.update(np.arange(1), np.ones((1, 4), np.float32), "sgd", (np.inf, 0.0, 0.0, 0.0), 1), "finite"),
         (lambda t: t.read(np.array([0], np.uint32), None, None, None, None, ()), "there is no row 0"),
         (lambda t: t.update_mean(t, 1.0, "sgd", (0.1, 0.0, 0.0, 0.0), 1), "the table of sums"),
-        (lambda t: native.RowTable(0, False, NONE, (0.0,) * 3, 0, 0.0, 0.0, 0, 0), "a dim from 1"),
+        (lambda t: native.RowTable(0, False, NONE, (0.0,) * 3, 0, 0.0, 0.0, 0, 0), "dim must be 1"),
         (lambda t: native.RowTable(4, False, (2, 0, 0), (0.0,) * 3, 0, 0.0, 0.0, 0, 0), "0, 1 or 4 elements, not 2"),
         (lambda t: native.spread_rows(np.empty(4), np.empty(4), False, np.array([2], np.uint32), 4), "position 2"),
+        (lambda t: native.spread_rows(np.empty(4), np.empty(4), False, np.array([0], np.uint32), 2**62), "dim must be"),
+        (lambda t: native.distinct_ids(np.arange(1), np.empty(1), np.empty(1, np.uint32), b"12345678"), "writable"),
         (
             lambda t: native.sum_gradients(
                 np.empty((1, 4), np.float32), np.empty((1, 4), np.float32), np.zeros(3, np.uint32), 4, np.array([0, 2])
@@ -200,6 +204,6 @@ def test_rows_of_a_lookup_and_their_gradients(half, bags, dim):
 )
 def test_arguments_are_checked(call, message):
     table = native.RowTable(4, False, NONE, (0.0,) * 3, 0, 0.0, 0.0, 0, 0)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((BufferError, TypeError, ValueError), match=message):
         call(table)
     assert table.rows == 0

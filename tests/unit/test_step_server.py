@@ -206,6 +206,32 @@ def test_the_step_of_a_worker_that_must_wait_afterwards_is_returned(clocks, larg
     assert (record is None) == is_served
 
 
+@pytest.mark.parametrize("is_vectors", [False, True])
+def test_a_step_awaits_the_readers_of_the_shard_and_not_those_of_vectors(is_vectors):
+    """A worker reads vectors that it has prefetched in its next request, or never."""
+    server = Server(optim.SGD(1.0), 10, np.float32, workers=2)
+    vector, down = np.empty(1, np.float32), np.array([(0, 4)], np.int64)
+    record = protocol.pack_request(protocol.LOOKUP, 0, 0, 0.0, 1.0, 0, 1)
+    assert not server.ends[1].begin(record, [], np.empty(0, np.int64), [vector], server.memory, down, False)
+    assert server.serve()[0] == 1
+    server.boxes[1].give(1, is_vectors)
+    server.boxes[1].answer(protocol.pack_reply(0, 0, 0, 0))
+    (thread,) = alongside(lambda: server.request(0, np.ones(10, np.float32), np.empty(10, np.float32), 0))
+    if is_vectors:
+        server.serve_until(1)
+    else:
+        while server.serve()[0] != 0:
+            pass
+        numbers = server.optimizer.kernel(1.0, 1).numbers
+        assert server.server.apply(0, 0, True, numbers) == 0
+        server.ends[1].done()
+        while server.server.apply(0, 0, True, numbers) == 0:
+            pass
+        server.boxes[0].answer(protocol.pack_reply(0, 0, 0, 0))
+    thread.join()
+    np.testing.assert_array_equal(server.params, np.float32(-1.0))
+
+
 def test_cells_are_applied_as_they_arrive():
     server = Server(optim.SGD(0.5), 10 * 64, np.float32)  # more cells than slots
     numbers, target = server.optimizer.kernel(0.5, 1).numbers, np.empty(10 * 64, np.float32)
@@ -232,6 +258,7 @@ def test_cells_are_applied_as_they_arrive():
         ),
         (lambda s: native.StepServer("sgd", [(np.zeros(3, int), None)]), "array 0 of a cell has another type"),
         (lambda s: s.serve(clocks=[0, 0]), "clocks are a list with one number of each box"),
+        (lambda s: native.StepServer.__new__(native.StepServer).apply(0, 0, True, ()), "is not constructed"),
         (lambda s: s.server.apply(1, 0, True, (0.1, 0.0, 0.0, 0.0)), "there is no box 1"),
         (lambda s: s.server.apply(0, 0, True, (0.1, 0.0, 0.0, 0.0)), "no request is being served"),
     ],
