@@ -201,8 +201,10 @@ class Embedding:
                 raise InputError(f"{_MOST_LOOKUPS} lookups since the last step; pass train=False where none follows")
         except InputError as error:
             problem = str(error)
-        prefetched = self._take_prefetched(flat) if train and not problem else None
+        prefetched = self._usable_prefetched(flat) if train and not problem else None
         all_ready = link.check(self, "lookup", problem, prefetched is not None, f"train={bool(train)}")
+        if train:
+            self._prefetched = None
         distinct = DistinctIds.of(flat, link.owners) if prefetched is None else prefetched.distinct
         rows = prefetched.wait() if prefetched is not None and all_ready else link.fetch(self, distinct, train)
         if ends is None and distinct.in_order and rows.dtype == np.float32:
@@ -243,9 +245,9 @@ class Embedding:
         distinct = DistinctIds.of(flat, link.owners)
         self._prefetched = Prefetched(flat.copy(), distinct, link.prefetch(self, distinct), self._steps + bound)
 
-    def _take_prefetched(self, ids: Array) -> Prefetched | None:
+    def _usable_prefetched(self, ids: Array) -> Prefetched | None:
         """Return the result of `prefetch`, if it was called with these ids and is not too old."""
-        given, self._prefetched = self._prefetched, None
+        given = self._prefetched
         is_usable = given is not None and given.until >= self._steps and np.array_equal(given.ids, ids)
         return given if is_usable else None
 
@@ -329,9 +331,10 @@ class Embedding:
             raise InputError(f"the table {self.name!r} belongs to another optimizer; make a table for each")
         self.attached = optimizer
 
-    def take_gradient(self, owners: int) -> tuple[DistinctIds, Array]:
-        """Return the distinct ids with a gradient since the last step, and their gradients; forget the lookups."""
-        given = [each for each in self._lookups if each.gradient is not None]
+    def take_gradient(self, owners: int, counts: bool) -> tuple[DistinctIds, Array]:
+        """Return the distinct ids with a gradient since the last step, and their gradients; forget the lookups.
+        counts: whether the gradients are of any sample; else there are none."""
+        given = [each for each in self._lookups if each.gradient is not None and counts]
         self._lookups, self._steps = [], self._steps + 1
         if len(given) == 1:
             assert given[0].gradient is not None

@@ -211,9 +211,7 @@ class PsMode(Mode):
         if not (as_before and self._gradients.same_dtypes and samples != 0):
             absent = [index for index, value in enumerate(values) if value is None]
             sources, targets = self._gradients.to_wire(values), ps_payload.targets(leaves)
-        usable = self._finite(sources)
-        if self._tables is not None:
-            usable = self._finite_rows(rows) and usable
+        usable = self._finite(sources) and self._finite_rows(rows)
         clipper = self._clipper
         if usable and (clipper.limit is not None or clipper.scaler is not None):
             sources = clipper.clip_local(sources)
@@ -286,8 +284,9 @@ class PsMode(Mode):
 
     def _finite_rows(self, rows: list[list[TableGradient]]) -> bool:
         """As `_finite`, of the gradients of tables."""
-        assert self._tables is not None
-        found = {} if self._policy == "ignore" else self._tables.describe_nonfinite(rows)
+        if self._tables is None or self._policy == "ignore":
+            return True
+        found = self._tables.describe_nonfinite(rows)
         return not found or self._refuse_nonfinite(found)
 
     def _refuse_nonfinite(self, found: dict[str, str]) -> bool:

@@ -124,10 +124,10 @@ class RankTables:
 
     # Steps.
 
-    def prepare(self, communicator: Communicator, checks: MistakeChecks, problem: str) -> bool:
-        """Return whether the gradients of the tables of all ranks may be used. Raises InputError if a rank has a
-        problem, and NonFiniteError, on all ranks. Collective."""
-        self._gradients = [table.take_gradient(communicator.size) for table in self._tables]
+    def prepare(self, communicator: Communicator, checks: MistakeChecks, problem: str, counts: bool) -> bool:
+        """Return whether the gradients of the tables of all ranks may be used. counts: whether those of this rank are
+        of any sample. Raises InputError if a rank has a problem, and NonFiniteError, on all ranks. Collective."""
+        self._gradients = [table.take_gradient(communicator.size, counts) for table in self._tables]
         found: dict[str, str] = {}
         rates = []
         try:

@@ -92,10 +92,10 @@ class ServerTables:
         rates. counts: False if the gradients are of no sample: then none is sent."""
         by_server: list[list[TableGradient]] = [[] for _ in range(self.owners)]
         for table, rate in zip(self._tables, self._rates, strict=True):
-            distinct, gradients = table.take_gradient(self.owners)
+            distinct, gradients = table.take_gradient(self.owners, counts)
             lr = rate.value() if sends_lr else math.nan
             start = 0
-            for server, count in enumerate(distinct.counts.tolist() if counts else [0] * self.owners):
+            for server, count in enumerate(distinct.counts.tolist()):
                 part = slice(start, start + count)
                 by_server[server].append(TableGradient(distinct.ids[part], gradients[part], lr))
                 start += count

@@ -183,7 +183,7 @@ class SyncMode(Mode):
         tables, has_tables = self._tables, False
         try:
             if tables is not None:
-                has_tables = tables.prepare(communicator, self._checks, given.problem)
+                has_tables = tables.prepare(communicator, self._checks, given.problem, given.samples != 0)
                 self._checks.in_skipped_step |= not has_tables
             mean = self._reduce(given) if self._overlap is None else self._reduce_overlapped(self._overlap, given)
         except AllredError:  # on all ranks

@@ -5,7 +5,6 @@ again; so the handler of a request that may wait must have the same effect when 
 """
 
 from collections.abc import Callable, Generator
-from pathlib import Path
 from typing import Any
 
 from allred import checkpoint
@@ -257,7 +256,7 @@ class Control:
             written = checkpoint.write_shard(request.directory, *where, entries)
             for number, store in enumerate(shard.tables):
                 name = store.form.name
-                columns, base = store.save(Path(request.directory).parent, request.name, request.complete)
+                columns, base = store.save(request.directory.resolve().parent, request.name, request.complete)
                 info = table_rows.write_rows(request.directory, number, name, *where, columns)
                 rows[name] = info, store.optimizer.global_step, base
         return written, state, shard.version, rows

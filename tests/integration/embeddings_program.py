@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import sys
 
 import numpy as np
@@ -154,6 +155,9 @@ def skips():
     before = table.lookup([7])
     table.gradient(np.full((1, DIM), np.nan))
     opt.step(params, {"w": np.ones(3, np.float32)})
+    table.lookup([7])
+    table.gradient(np.full((1, DIM), np.nan))
+    opt.step(params, {"w": np.full(3, np.nan, np.float32)})  # one step, although both are not finite
     return [opt.skipped, bool(np.array_equal(table.lookup([7], train=False), before)), float(params["w"][0])]
 
 
@@ -260,6 +264,23 @@ def partial_checkpoints():
     for file in pathlib.Path(directory, "step-00000009").glob("rows-*"):
         file.write_bytes(file.read_bytes()[:-1] + b"x")
     return rows, left, equal, bases, checkpoint.verify(f"{directory}/step-00000010")
+
+
+def two_directories():
+    """A checkpoint in a directory that has one of another training, with the name of this training's last one."""
+    table = make("users", full_every=3)
+    opt, params = distribute(table)
+    root = ARGUMENTS["directory"]
+    for number in range(3):
+        table.lookup(ids_of(0, number)[:10])
+        opt.step(params, {"w": np.ones(3, np.float32)})
+        if number == 1:
+            opt.save(os.path.join(root, "own"), params)
+            os.makedirs(os.path.join(root, "other"))
+            copied = os.path.join(root, "other", "step-00000002")
+            shutil.copytree(os.path.join(root, "own", "step-00000002"), copied)
+    saved = checkpoint.read_manifest(opt.save(os.path.join(root, "other"), params)).meta["tables"]["users"]
+    return saved["base"]
 
 
 def prefetches():

@@ -75,6 +75,10 @@ def test_checkpoints_with_the_rows_used_since_the_one_before(servers, tmp_path):
     assert max(rows[number] for number in (1, 2, 4, 5, 7)) <= 11 < min(rows[3], rows[6]), rows
 
 
+def test_a_checkpoint_is_based_on_none_of_another_directory(tmp_path):
+    assert run([["two_directories", {"directory": str(tmp_path)}, {}]], 1) == [""]
+
+
 def test_errors_and_settings():
     cases = [[name, {}, {}] for name in ("errors", "skips", "learning_rate", "assigned")]
     texts, skipped, rates, assigned = run(cases, 1, 2)
@@ -85,7 +89,7 @@ def test_errors_and_settings():
         "NonFiniteError: opt.step(): the gradient of 'users' of worker 0 is not finite (id 3 has inf); nothing was "
         "pushed. Policies: raise, skip, ignore (ALLRED_NONFINITE)",
     ]
-    assert skipped == [1, True, 0.0]
+    assert skipped == [2, True, 0.0]
     assert rates == [-1.0, -2.0, -2.25]
     assert assigned
 

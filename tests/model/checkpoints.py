@@ -279,7 +279,7 @@ def play(oracle: Oracle, root: pathlib.Path, fails: bool, rank: int, size: int) 
         os.environ["ALLRED_PRETEND_NODES"] = NODES.get(part.ranks, "1")
     ranks = list(range(part.ranks))
     if part.servers:  # as allred.Server, which lets servers return
-        startup.enter(ranks, startup.Cluster(), mode="ps", num_ps=part.servers)
+        startup.enter(ranks, startup.Cluster(tasks=("",) * part.ranks), mode="ps", num_ps=part.servers)
     else:
         allred.init(ranks)
     try:

@@ -26,7 +26,7 @@ sys.path.insert(0, str(HERE.parent / "integration"))
 from harness import mpirun  # noqa: E402
 
 OF_TORCH = ["hooked", "process_group", "hvd"]  # torch is in the environment of MPICH only
-SURFACES = ["optimizers", "collectives", "several", "data", "servers", "checkpoints"]
+SURFACES = ["optimizers", "collectives", "several", "data", "servers", "checkpoints", "tables"]
 SURFACES += OF_TORCH if importlib.util.find_spec("torch") else []
 # By name: environment variables.
 WORLDS = {
@@ -38,7 +38,7 @@ WORLDS = {
 }
 NODES = {2: "1,1", 3: "2,1", 4: "2,2"}  # of world tcp: numbers of ranks on pretended nodes
 BATCH, BATCH_OF_SLOW = 100, 20  # scenarios of a job
-SLOW = ("servers", "checkpoints")
+SLOW = ("servers", "checkpoints", "tables")
 ONE_PROCESS = ("data",)  # without communication: a process runs all ranks of a scenario
 
 
@@ -46,14 +46,14 @@ def main() -> int:
     arguments = _arguments()
     failures, done, start = [], 0, time.monotonic()
     seed, jobs = arguments.seed, [(ranks, world) for world in arguments.world for ranks in arguments.ranks]
-    surfaces = itertools.cycle(arguments.surface)
+    surfaces, most = itertools.cycle(arguments.surface), -(-arguments.number // len(arguments.surface))
     print(f"seed {seed}", flush=True)
     while done < arguments.number and (not arguments.seconds or time.monotonic() - start < arguments.seconds):
         surface = next(surfaces)
         ranks, world = random.Random(seed).choice(jobs)
         world = "shm" if world == "openmpi" and surface in OF_TORCH else world
         ranks, world = (1, "shm") if surface in ONE_PROCESS else (ranks, world)
-        last = seed + min(BATCH_OF_SLOW if surface in SLOW else BATCH, arguments.number - done)
+        last = seed + min(BATCH_OF_SLOW if surface in SLOW else BATCH, most, arguments.number - done)
         done += last - seed
         while seed < last:  # continue after a scenario that failed
             failed, text = play(surface, ranks, world, seed, last)

@@ -8,6 +8,7 @@ import threading
 
 import checkpoints
 import pytest
+import tables
 from hypothesis import HealthCheck, given, settings, strategies
 
 import allred
@@ -43,14 +44,15 @@ def test_every_action_has_the_result_of_the_oracle(name, rng, size):
 
 @settings(max_examples=EXAMPLES // 2, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(rng=strategies.randoms(use_true_random=False))
-def test_every_part_of_a_training_has_the_result_of_the_oracle(rng):
-    scenario = checkpoints.scenario(rng, 1)  # whose parts start threads themselves
+@pytest.mark.parametrize("surface", [checkpoints, tables], ids=lambda surface: surface.__name__)
+def test_every_part_of_a_training_has_the_result_of_the_oracle(surface, rng):
+    scenario = surface.scenario(rng, 1)  # whose parts start threads themselves
     with tempfile.TemporaryDirectory() as directory:
-        for problem, _ in checkpoints.check(scenario, pathlib.Path(directory)):
+        for problem, _ in surface.check(scenario, pathlib.Path(directory)):
             assert not problem, f"{scenario}\n{problem}"
 
 
 def test_a_scenario_follows_from_its_seed():
-    for name in (*SURFACES, "checkpoints"):
+    for name in (*SURFACES, "checkpoints", "tables"):
         surface = importlib.import_module(name)
         assert str(surface.scenario(random.Random(7), 3)) == str(surface.scenario(random.Random(7), 3))

@@ -173,6 +173,23 @@ def test_ranks_count_by_their_samples(rank, size):
     np.testing.assert_allclose(table.lookup([3], train=False), before - np.float32(0.1) * mean, rtol=1e-5)
 
 
+def test_a_rank_without_samples_has_no_gradients(rank, size):
+    """A row that only such a rank has looked up rests: it has no update with a gradient of zeros."""
+    if size == 1:
+        pytest.skip("needs two ranks")
+    table, opt = make("momentum")
+    ids = [4, 5] if rank == 0 else [4]
+    before = table.lookup(ids)
+    table.gradient(np.ones_like(before))
+    step(opt)
+    before = table.lookup([4, 5], train=False)
+    table.gradient(np.full_like(table.lookup(ids), np.nan if rank == 0 else 1.0))
+    step(opt, samples=int(rank != 0))
+    after = table.lookup([4, 5], train=False)
+    assert (after[0] < before[0]).all()
+    np.testing.assert_array_equal(after[1], before[1])
+
+
 def test_a_step_without_gradients_counts(rank, size):
     table, opt = make("adam")
     step(opt)
@@ -273,6 +290,18 @@ def test_lookups_that_differ_between_ranks(rank, size):
         table.lookup([1], train=rank == 0)
 
 
+def test_a_refused_lookup_keeps_the_prefetched_vectors(rank, size):
+    table, opt = make("sgd")
+    before = table.lookup([1])
+    table.gradient(np.ones((1, DIM), np.float32))
+    table.prefetch([1])
+    step(opt)
+    with pytest.raises(InputError, match="ids must be integers"):
+        table.lookup([0.5] if rank == 0 else [1])
+    np.testing.assert_array_equal(table.lookup([1]), before)
+    assert (table.lookup([1], train=False) < before).all()
+
+
 def test_learning_rates_that_differ_between_ranks(rank, size):
     if size == 1:
         pytest.skip("needs two ranks")
@@ -366,6 +395,22 @@ def test_rows_are_admitted_after_some_lookups(rank, size):
     step(opt)
     assert table.size() == 1
     assert (table.lookup([5]) < first).all()
+
+
+def test_a_restore_forgets_the_lookups_of_ids_without_a_row(rank, size, tmp_path):
+    directory = allred.broadcast_object(str(tmp_path))
+    table, opt = make("sgd", admit_after=2 * size)
+    params = {"w": np.zeros(2, np.float32)}
+    opt.save(directory, params)
+    for _ in range(2):  # ids that had a row, too
+        table.lookup([5])
+        opt.restore(directory, params)
+        table.lookup([5])
+        assert table.size() == 0
+        table.lookup([5])
+        assert table.size() == 1
+        opt.restore(directory, params)
+        assert table.size() == 0
 
 
 def test_what_cannot_be_combined_with_tables():
