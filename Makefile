@@ -29,7 +29,7 @@ $(error MPI=$(MPI) is not one of mpich, openmpi)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: test-keras test-jax test-jax-oldest help demo demo-torch test test-reconfigure test-model test-unit test-parallel test-integration test-full test-torch test-torch-suite test-slurm test-sge test-kubernetes test-browser test-spark test-install fuzz sanitize cuda test-gpu bench-gpu bench-gpu-host gpu-environment loops bench bench-torch bench-overlap bench-checkpoint lint types settings diagram docs format clean
+.PHONY: test-keras test-jax test-jax-oldest help demo demo-torch test test-reconfigure test-model test-unit test-parallel test-integration chaos test-chaos soak test-full test-torch test-torch-suite test-slurm test-sge test-kubernetes test-browser test-spark test-install fuzz sanitize cuda test-gpu bench-gpu bench-gpu-host gpu-environment loops bench bench-torch bench-overlap bench-checkpoint lint types settings diagram docs format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -141,6 +141,20 @@ bench-gpu: gpu-environment ## the same machine: allred on device arrays against 
 
 fuzz: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## random collectives and faults for T=60 seconds, from a new seed
 	$(VENV_mpich)/bin/python tests/fuzz/fuzz.py --seconds $(or $(T),60)
+
+# The build with failure points (csrc/chaos.h), which CHAOS_SEED selects when a rank starts.
+CHAOS := allred/native/_kernels_chaos.abi3.so
+$(CHAOS): $(wildcard csrc/*.[ch] csrc/python/*) | $(VENV_mpich)/.test
+	gcc -O1 -shared -fPIC -std=c11 -DALLRED_CHAOS -DPy_LIMITED_API=0x030B0000 -ffp-contract=off -fno-math-errno -pthread -w -Icsrc \
+	  -I$$($(VENV_mpich)/bin/python -c 'import sysconfig; print(sysconfig.get_path("include"))') csrc/*.c csrc/python/*.c -o $@
+
+chaos: $(CHAOS) ## build the extension with failure points beside the normal one
+
+test-chaos: $(VENV_mpich)/.test $(VENV_openmpi)/.test chaos ## failure points for T=40 seconds, from a new seed or SEED; TIERS=1: also in the test suites
+	$(VENV_mpich)/bin/python tests/fuzz/chaos.py --seconds $(or $(T),40) $(if $(SEED),--seed $(SEED)) $(if $(TIERS),--tiers)
+
+soak: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## trainings with random faults for T=60 seconds, from a new seed or SEED
+	$(VENV_mpich)/bin/python tests/fuzz/soak.py --seconds $(or $(T),60) $(if $(SEED),--seed $(SEED))
 
 # Model-based tests: N scenarios from a new seed or from SEED; SURFACE="optimizers data": these surfaces only.
 N ?= 1000

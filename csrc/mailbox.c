@@ -2,6 +2,8 @@
 
 #include <string.h>
 
+#include "chaos.h"
+
 /* The offsets in a box. Processors fetch cache lines in aligned pairs; each side writes to pairs of its own. */
 #define PAIR 128
 enum {
@@ -39,7 +41,11 @@ static _Atomic uint32_t *size_at(const allred_mailbox *box, size_t slot) {
   return (_Atomic uint32_t *)(void *)(box->memory + SENT + sizeof(flag)) + slot;
 }
 
-static void publish(flag *at, uint64_t value) { atomic_store_explicit(at, value, memory_order_seq_cst); }
+static void publish(flag *at, uint64_t value) {
+  CHAOS_PAUSE();
+  atomic_store_explicit(at, value, memory_order_seq_cst);
+  CHAOS_PAUSE();
+}
 
 static uint64_t load(const flag *at) { return atomic_load_explicit(at, memory_order_seq_cst); }
 
@@ -89,6 +95,7 @@ void allred_mailbox_post(const allred_mailbox *box, allred_message which, uint64
                          size_t bytes) {
   message *to = message_at(box, which);
   memcpy(to->record, record, bytes);
+  CHAOS_PAUSE();
   atomic_store_explicit(&to->bytes, bytes, memory_order_relaxed);
   publish(&to->number, number);
 }

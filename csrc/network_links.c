@@ -5,6 +5,7 @@
 #include <sys/socket.h>
 #include <time.h>
 
+#include "chaos.h"
 #include "network.h"
 
 static size_t moved(allred_network *network, int host, ssize_t bytes, short event) {
@@ -16,13 +17,23 @@ static size_t moved(allred_network *network, int host, ssize_t bytes, short even
   return 0;
 }
 
+/* A call that a signal has interrupted. */
+static size_t interrupted(allred_network *network, int host, short event) {
+  errno = EINTR;
+  return moved(network, host, -1, event);
+}
+
 size_t allred_send_some(allred_network *network, int host, const char *data, size_t bytes) {
   if (network->lost == 1 + host) return 0;
+  if (CHAOS_FIRES()) return interrupted(network, host, POLLOUT);
+  bytes = CHAOS_FEWER(bytes);
   return moved(network, host, send(network->sockets[host], data, bytes, MSG_DONTWAIT | MSG_NOSIGNAL), POLLOUT);
 }
 
 size_t allred_receive_some(allred_network *network, int host, char *data, size_t bytes) {
   if (network->lost == 1 + host) return 0;
+  if (CHAOS_FIRES()) return interrupted(network, host, POLLIN);
+  bytes = CHAOS_FEWER(bytes);
   return moved(network, host, recv(network->sockets[host], data, bytes, MSG_DONTWAIT), POLLIN);
 }
 
@@ -38,6 +49,7 @@ int allred_network_wait(const allred_segment *segment, int64_t limit_ns) {
     network->events[host] = 0;
   }
   if (!count) return 0;
+  if (CHAOS_FIRES()) return 1; /* EINTR */
   ppoll(polled, count, &limit, NULL);
   return 1;
 }

@@ -2,6 +2,7 @@
 #include <stdatomic.h>
 #include <string.h>
 
+#include "chaos.h"
 #include "network_windows.h"
 
 #define SENT_AT_ONCE ((size_t)1 << 18)
@@ -274,6 +275,7 @@ static int fill(allred_operation *op) {
   if (number >= ALLRED_WINDOWS && !all_drained(op, number - ALLRED_WINDOWS + 1)) return 0;
   kind_of(op)->fill(op, number);
   network->filled++;
+  CHAOS_PAUSE();
   atomic_store_explicit(&own_counters(op)->filled, network->filled, memory_order_release);
   return 1;
 }
@@ -299,6 +301,7 @@ static int drain(allred_operation *op) {
     if (atomic_load_explicit(&counters_of(op, rank)->crossed, memory_order_acquire) <= number) return 0;
   kind_of(op)->drain(op, number);
   network->drained++;
+  CHAOS_PAUSE();
   atomic_store_explicit(&own_counters(op)->drained, network->drained, memory_order_release);
   return 1;
 }
@@ -412,6 +415,7 @@ static int cross_ring(allred_operation *op) {
 
 static int cross(allred_operation *op) {
   if (!has_slice(op) || !kind_of(op)->cross(op)) return 0;
+  CHAOS_PAUSE();
   atomic_store_explicit(&own_counters(op)->crossed, network_of(op)->crossed, memory_order_release);
   return 1;
 }

@@ -5,6 +5,7 @@
 #include <sched.h>
 #include <signal.h>
 
+#include "chaos.h"
 #include "doorbell.h"
 
 #define MAX_RUN_NS 20000000  /* as in allred_run */
@@ -84,7 +85,9 @@ int allred_queue_settled(const allred_operation *op) {
 /* Remove a completed operation; `rest` are those behind it. After this the owner may free it. */
 static void settle(allred_queue *queue, allred_operation *op, allred_operation *rest, int status) {
   if (!op->continues && (op->holds || status == ALLRED_DIFFER)) set_holder(queue, op);
+  CHAOS_PAUSE();
   set_first(queue, rest);
+  CHAOS_PAUSE();
   atomic_store_explicit(&op->settled, status, memory_order_release);
 }
 
@@ -180,6 +183,7 @@ int allred_queue_run(allred_queue *queue, allred_operation *op, int64_t idle_lim
 static void sleep_for(allred_queue *queue, int64_t ns) {
   const int64_t until = allred_now_ns() + ns;
   const struct timespec limit = {until / 1000000000, until % 1000000000};
+  if (CHAOS_FIRES()) return; /* a spurious wake-up */
   pthread_cond_timedwait(&queue->wakeup, &queue->mutex, &limit);
 }
 
@@ -196,7 +200,7 @@ static void *progress_thread(void *argument) {
   lock(queue);
   while (!queue->halted) {
     if (!next(queue)) {
-      pthread_cond_wait(&queue->wakeup, &queue->mutex);
+      if (!CHAOS_FIRES()) pthread_cond_wait(&queue->wakeup, &queue->mutex);
       last_progress = 0;
     } else if (queue->claimed || atomic_load_explicit(&queue->waiting, memory_order_relaxed)) {
       sleep_for(queue, STAND_BY_NS);

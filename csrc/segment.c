@@ -3,6 +3,7 @@
 #include <stdatomic.h>
 #include <string.h>
 
+#include "chaos.h"
 #include "doorbell.h"
 
 #define PAGE 4096
@@ -83,6 +84,7 @@ void allred_segment_sleep(const allred_segment *segment, int rank, int64_t limit
   allred_doorbell_set(doorbell(segment, segment->rank), value);
   if (!is_ready(argument)) allred_doorbell_sleep(doorbell(segment, segment->rank), value, limit_ns);
   allred_doorbell_clear(doorbell(segment, segment->rank));
+  CHAOS_PAUSE();
   atomic_fetch_sub_explicit(sleepers(segment), 1, memory_order_seq_cst);
 }
 
@@ -91,7 +93,9 @@ void allred_segment_publish_header(const allred_segment *segment, const allred_h
   const uint64_t operation = header->sequence;
   char *slot = inline_slot(segment, segment->rank, operation);
   memcpy(slot + flag, (const char *)header + flag, sizeof *header - flag);
+  CHAOS_PAUSE();
   atomic_store_explicit(sequence(segment, segment->rank, operation), operation, memory_order_seq_cst);
+  CHAOS_PAUSE();
   wake(segment);
 }
 
@@ -100,7 +104,9 @@ int allred_segment_has_header(const allred_segment *segment, int rank, uint64_t 
 }
 
 void allred_segment_publish(const allred_segment *segment, uint64_t first, uint64_t tick) {
+  CHAOS_PAUSE();
   atomic_store_explicit(stage(segment, segment->rank), first + tick, memory_order_seq_cst);
+  CHAOS_PAUSE();
   wake(segment);
 }
 

@@ -7,6 +7,7 @@ the buffer protocol (bfloat16 does not: pass a view as uint16). The signatures a
 
 import functools
 import importlib
+import os
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,8 @@ from allred.native import twins
 _kernels: Any = twins
 available = False
 try:
-    _kernels = importlib.import_module("allred.native._kernels")
+    chaos = "_chaos" if "CHAOS_SEED" in os.environ else ""  # a build for tests: see csrc/chaos.h
+    _kernels = importlib.import_module(f"allred.native._kernels{chaos}")
     available, reason = True, "built"
 except ModuleNotFoundError:
     reason = "not built: it needs gcc and the Python headers (apt-get install gcc python3-dev), then install again"

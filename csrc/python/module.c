@@ -400,4 +400,8 @@ static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT,
                                         NULL,
                                         NULL};
 
+#ifdef ALLRED_CHAOS
+PyMODINIT_FUNC PyInit__kernels_chaos(void) { return PyModuleDef_Init(&definition); }
+#else
 PyMODINIT_FUNC PyInit__kernels(void) { return PyModuleDef_Init(&definition); }
+#endif

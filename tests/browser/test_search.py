@@ -21,6 +21,7 @@ QUERIES = [
     ("hang", "troubleshooting"),
     ("stall", "failures"),
     ("deadlock", "troubleshooting"),
+    ("how failures are tested", "reliability"),
     ("slow", "troubleshooting"),
     ("stuck", "failures"),
     ("nan", "mistakes"),

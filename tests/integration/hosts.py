@@ -62,10 +62,8 @@ class Hosts:
         name = self.names[number]
         return ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', name]
 
-    def run(
-        self, mpi: str, ranks: list[int], *arguments: object, options: Sequence[object] = (), **more: object
-    ) -> Result:
-        """A program with so many ranks on each host, started from the first. options: of mpirun."""
+    def command(self, mpi: str, ranks: list[int], *arguments: object, options: Sequence[object] = ()) -> list[object]:
+        """Return the words that start a program with so many ranks on each host, from the first. options: of mpirun."""
         places = ",".join(f"{name}:{count}" for name, count in zip(self.names, ranks, strict=True) if count)
         tcp = ["-genv", "MPIR_CVAR_CH4_NETMOD", "ofi", "-genv", "FI_PROVIDER", "tcp", "-genv", "FI_TCP_IFACE", "eth0"]
         launcher = {
@@ -73,7 +71,13 @@ class Hosts:
             "openmpi": ["--prtemca", "plm_ssh_agent", self._agent, "--bind-to", "none", "--host", places],
         }[mpi]
         mpirun = [BIN[mpi] / "mpirun", *launcher, *options, "-np", sum(ranks), BIN[mpi] / "python"]
-        return run([*self.inside(0), *mpirun, *arguments], **more)
+        return [*self.inside(0), *mpirun, *arguments]
+
+    def run(
+        self, mpi: str, ranks: list[int], *arguments: object, options: Sequence[object] = (), **more: object
+    ) -> Result:
+        """Run the words of `command` until they end. more: as in `harness.run`."""
+        return run(self.command(mpi, ranks, *arguments, options=options), **more)
 
 
 @contextlib.contextmanager

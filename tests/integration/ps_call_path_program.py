@@ -12,7 +12,8 @@ import allred.ps.context
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from call_path import files_of, path_of
 
-MOST_FILES, MOST_STEPS = 11, 5  # of the worker's steps; steps that the server serves in Python, the first ones
+MOST_FILES = 11  # of a steady step of the worker
+MOST_STEPS = 20  # of 40 that the server serves in Python: the first ones, and those whose gradient arrives late
 REPEATS = 30  # if a rank waits for another for a millisecond, the path is longer
 
 

@@ -6,6 +6,7 @@
 import importlib
 import os
 
+import numpy as np
 import pytest
 from harness import BIN, ROOT, environment, mpirun, python
 
@@ -42,6 +43,25 @@ def fuzz(monkeypatch):
     """The module tests/fuzz/fuzz.py, which plays jobs in this process."""
     monkeypatch.syspath_prepend(FUZZ.parent)
     return importlib.import_module("fuzz")
+
+
+@pytest.mark.parametrize(
+    ("training", "fault", "outcome"),
+    [("sync", "none", "survived"), ("ps async", "kill", "named"), ("run --restarts", "kill", "survived")],
+)
+def test_a_training_with_a_fault(training, fault, outcome, fuzz):
+    soak = importlib.import_module("soak")
+    (found,) = [each for each in soak.TRAININGS if each.name == training]
+    end = soak.play(soak.Job(0, found, fault, 1, 0.3, 0.0))
+    assert end.outcome == outcome, end.text
+
+
+def test_a_wrong_result_of_a_training_is_silent(fuzz, monkeypatch):
+    soak = importlib.import_module("soak")
+    monkeypatch.setattr(soak, "expected", lambda training: np.zeros(soak.ROWS))
+    end = soak.play(soak.Job(0, soak.TRAININGS[0], "none", 0, 0.0, 0.0))
+    assert end.outcome == "silent"
+    assert end.text.startswith("result is right: False"), end.text
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Each C kernel against its numpy twin."""
 
+import importlib
+import pathlib
 import sys
 import threading
 import time
@@ -46,6 +48,13 @@ def test_a_buffer_that_is_too_small_is_an_error_and_not_written(kernels):
     with pytest.raises(ValueError, match="the tensors take 12 bytes but the fusion buffer has 8"):
         kernels.unpack([np.ones(3, np.float32)], buffer)
     assert (buffer == 0).all()
+
+
+@pytest.mark.skipif(not native.available, reason=native.reason)
+def test_the_normal_build_has_no_failure_points():
+    """Each point calls a function of csrc/chaos.c."""
+    library = importlib.import_module("allred.native._kernels").__file__
+    assert b"allred_chaos" not in pathlib.Path(library).read_bytes()
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

@@ -1,0 +1,56 @@
+"""Runs with failure points in the C core (csrc/chaos.h): `python tests/fuzz/chaos.py --seconds 40`, after `make chaos`.
+
+A seed selects the points that are on, and the random numbers by which they fire. Each seed runs random jobs (fuzz.py);
+with --tiers also the drivers of the C core (tests/csrc), the contract suites and the tests of parameter servers. The
+seed is printed before its runs; `--seed N` repeats them.
+"""
+
+import argparse
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+ROOT = pathlib.Path(__file__).parents[2]
+BIN = ROOT / ".venv/bin"
+LIMIT_S = 900  # of a run
+PYTEST = (BIN / "python", "-m", "pytest", "-q", "--color=no")
+TIERS = [
+    ("make", "-s", "-f", "tests/csrc/Makefile", "chaos"),
+    (BIN / "mpirun", "-np", "3", *PYTEST, "--with-mpi", "tests/parallel"),
+    (*PYTEST, "-n", "4", *sorted((ROOT / "tests/integration").glob("test_ps*.py")), "tests/integration/test_tcp.py"),
+]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=0, help="duration; default: one seed")
+    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(3)), help="the first seed")
+    parser.add_argument("--tiers", action="store_true", help="also run the test suites, which takes minutes")
+    given = parser.parse_args()
+    seed, start, failed = given.seed, time.monotonic(), 0
+    while not failed and (seed == given.seed or time.monotonic() - start < given.seconds):
+        print(f"CHAOS_SEED={seed}", flush=True)
+        jobs = (BIN / "python", "tests/fuzz/fuzz.py", "--seconds", "8", "--seed", seed)
+        failed += sum(not run(command, seed) for command in (jobs, *(TIERS if given.tiers else ())))
+        seed += 1
+    print(f"{seed - given.seed} seeds, {failed} failures, {time.monotonic() - start:.0f} s")
+    return bool(failed)
+
+
+def run(command: tuple[object, ...], seed: int) -> bool:
+    """Run a command with these failure points. Return whether it succeeded; if not, print its output."""
+    words = list(map(str, command))
+    env = {**os.environ, "CHAOS_SEED": str(seed)}
+    done = subprocess.run(
+        words, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S
+    )
+    print(f"  {' '.join(words)[:100]}: {done.stdout.strip().splitlines()[-1:]}", flush=True)
+    if done.returncode:
+        print(f"{done.stdout}\nrepeat: {sys.argv[0]} --seed {seed}, or CHAOS_SEED={seed} {' '.join(words)}")
+    return not done.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""The trainings of soak.py: `soak_program.py KIND DIRECTORY STEPS`. Parameters count samples, so that a lost or a
+repeated update is a wrong number.
+
+KIND plain: a loop in mode sync or ps; each rank adds its own numbers in each step. KIND session: a session with
+checkpoints, each sample once in each epoch. KIND torch: a hooked optimizer of torch.
+
+Each rank writes its process number into DIRECTORY/pid-START-WORLD_RANK, and the first one its result into
+DIRECTORY/result.
+"""
+
+import os
+import pathlib
+import sys
+import time
+
+import numpy as np
+
+import allred
+
+ROWS, EPOCHS, PAUSE_S = 97, 12, 0.005
+
+
+def numbers_of(rank, step):
+    return np.random.default_rng((rank, step)).integers(0, ROWS, 8)
+
+
+def leave_pid(directory, start=1):
+    path = directory / f"new-{allred.world_rank()}"
+    path.write_text(str(os.getpid()))
+    path.rename(directory / f"pid-{start}-{allred.world_rank()}")
+
+
+def write_result(directory, seen):
+    if allred.rank() == 0:
+        np.savetxt(directory / "result", seen)
+
+
+def plain(directory, steps):
+    allred.init(banner=False)
+    leave_pid(directory)
+    params, is_sync = {"seen": np.zeros(ROWS)}, allred.world_size() == allred.size()
+    opt = allred.distributed(allred.optim.SGD(lr=1.0), **({"op": allred.Sum} if is_sync else {}))
+    opt.broadcast(params)
+    for step in range(steps):
+        time.sleep(PAUSE_S)
+        counts = np.bincount(numbers_of(allred.rank(), step), minlength=ROWS)
+        opt.step(params, {"seen": -counts.astype(float)})
+    if not is_sync:
+        opt.finish()
+        allred.barrier()
+        opt.pull(params)
+    write_result(directory, params["seen"])
+
+
+def session(directory, steps):
+    allred.init(banner=False)
+    params = {"seen": np.zeros(ROWS)}
+    opt = allred.distributed(allred.optim.SGD(lr=1.0), op=allred.Sum)
+    batches = allred.data.batches(np.arange(ROWS), batch_size=7, epochs=EPOCHS, seed=1)
+    with allred.Session(checkpoint_dir=directory / "checkpoints", save_steps=5, log_steps=None) as session:
+        session.track(params=params, optimizer=opt, data=batches)
+        leave_pid(directory, session.starts)
+        for numbers in session.steps(batches):
+            time.sleep(PAUSE_S)
+            opt.step(params, {"seen": -np.bincount(numbers, minlength=ROWS).astype(float)})
+    write_result(directory, params["seen"])
+
+
+def torch(directory, steps):
+    import torch
+
+    allred.init(banner=False)
+    leave_pid(directory)
+    seen = torch.nn.Parameter(torch.zeros(ROWS, dtype=torch.float64))
+    opt = allred.distributed(torch.optim.SGD([seen], lr=1.0), op=allred.Sum)
+    for step in range(steps):
+        time.sleep(PAUSE_S)
+        counts = torch.bincount(torch.from_numpy(numbers_of(allred.rank(), step)), minlength=ROWS)
+        opt.zero_grad()
+        (-(seen * counts).sum()).backward()
+        opt.step()
+    write_result(directory, seen.detach().numpy())
+
+
+if __name__ == "__main__":
+    {"plain": plain, "session": session, "torch": torch}[sys.argv[1]](pathlib.Path(sys.argv[2]), int(sys.argv[3]))
