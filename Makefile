@@ -3,7 +3,7 @@
 #   PYTHON=python3                       the Python (>= 3.11) that the environments are made from
 #   B="..."                              extra arguments for the benchmarks, e.g. B="--seconds 1"
 #   PART=3/12                            of `make test-full`, `test-torch` and `test-torch-suite`: the third of twelve parts
-#   T="..."                              extra arguments for pytest, e.g. T="-k broadcast"; of `make fuzz`: seconds
+#   T="..."                              extra arguments for pytest, e.g. T="-k broadcast"; of `make fuzz` and `make fuzz-input`: seconds
 
 PYTHON ?= python3
 GPU_PYTHON ?= python3
@@ -29,7 +29,7 @@ $(error MPI=$(MPI) is not one of mpich, openmpi)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: test-keras test-jax test-jax-oldest help demo demo-torch test test-reconfigure test-model test-unit test-parallel test-integration chaos test-chaos soak test-full test-torch test-torch-suite test-slurm test-sge test-kubernetes test-browser test-spark test-install fuzz sanitize cuda test-gpu bench-gpu bench-gpu-host gpu-environment loops bench bench-torch bench-overlap bench-checkpoint lint types settings diagram docs format clean
+.PHONY: test-keras test-jax test-jax-oldest help demo demo-torch test test-reconfigure test-model test-unit test-parallel test-integration chaos test-chaos soak test-full test-torch test-torch-suite test-slurm test-sge test-kubernetes test-browser test-spark test-install fuzz sanitize cuda test-gpu bench-gpu bench-gpu-host gpu-environment loops bench bench-torch bench-overlap bench-checkpoint lint types settings diagram docs format clean test-nth fuzz-input
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -155,6 +155,8 @@ test-chaos: $(VENV_mpich)/.test $(VENV_openmpi)/.test chaos ## failure points fo
 
 soak: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## trainings with random faults for T=60 seconds, from a new seed or SEED
 	$(VENV_mpich)/bin/python tests/fuzz/soak.py --seconds $(or $(T),60) $(if $(SEED),--seed $(SEED))
+fuzz-input: $(VENV_mpich)/.atheris ## bytes of no allred process for every port and parser, for T=60 seconds, guided by coverage (installs atheris)
+	$(VENV_mpich)/bin/python tests/fuzz/hostile.py --seconds $(or $(T),60)
 
 # Model-based tests: N scenarios from a new seed or from SEED; SURFACE="optimizers data": these surfaces only.
 N ?= 1000
@@ -162,6 +164,9 @@ SEED ?=
 SURFACE ?=
 test-model: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## random scenarios of the whole API against an oracle; N=10000 SEED=7 SURFACE=optimizers
 	$(VENV_mpich)/bin/python tests/model/model.py --number $(N) $(if $(SEED),--seed $(SEED)) $(if $(SURFACE),--surface $(SURFACE)) $(T)
+
+test-nth: $(VENV_mpich)/.test ## the n-th malloc, mmap, open, write, send ... of init, steps, checkpoints fails, for n = 1, 2, 3 ...; T="--later --only ps/"
+	$(VENV_mpich)/bin/python tests/faults/nth_failure.py $(T)
 
 sanitize: ## the C core under sanitizers, and every order in which ranks can take its steps
 	$(MAKE) -j$$(nproc) -f tests/csrc/Makefile sanitize
@@ -296,6 +301,8 @@ requirements = $(@D)/bin/python -c 'import tomllib; extras = tomllib.load(open("
 	$(@D)/bin/python -m pip install --quiet tensorflow-cpu==2.21.0 keras==3.15.1 tf_keras==2.21.0 torch==2.13.0 jax==0.10.2 optax
 .venv/.torch-suite: .venv/.torch
 	$(call requirements,torch-suite)
+.venv/.atheris: .venv/.test
+	$(@D)/bin/python -m pip install --quiet atheris==3.0.0 && touch $@
 .venv/.spark .venv/.dev .venv/.docs .venv/.browser: .venv/.test
 	$(call requirements,$(subst .,,$(@F)))
 

@@ -7,6 +7,7 @@ Unpickling runs code from the file: restore only checkpoints that you trust as y
 
 import dataclasses
 import json
+import math
 import operator
 import pickle
 from collections.abc import Iterable
@@ -21,6 +22,7 @@ from allred.errors import CheckpointError, InputError
 DTYPES = frozenset(arrays.DTYPES)
 _PICKLED_NAME = ""  # a nest that is a single array has this name too; its slots "state" and "extra" are escaped
 _STATE, _EXTRA = "state", "extra"
+_MOST_DIMENSIONS, _MOST_ELEMENTS = 64, 2**58  # of an array of any dtype
 _ESCAPE = "\0"  # prefix of slot names that the format reserves, and of names that begin with it
 
 
@@ -61,6 +63,21 @@ class Entry:
     def elements(self) -> int:
         """The number of elements of the whole tensor."""
         return arrays.size_of(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of the elements of the entry."""
+        return (self.stop - self.start) * (2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize)
+
+    def check(self) -> "Entry":
+        """Return the entry of a file if an array of its shape is possible, and its names are text. Raises ValueError or
+        TypeError."""
+        largest = math.prod(max(size, 1) for size in self.shape)
+        if len(self.shape) > _MOST_DIMENSIONS or min(self.shape, default=0) < 0 or largest > _MOST_ELEMENTS:
+            raise ValueError(f"no array can have {len(self.shape)} dimensions of these sizes")
+        if not isinstance(self.name, str) or not isinstance(self.slot, str):
+            raise TypeError("a name is not text")
+        return self
 
     @property
     def is_whole(self) -> bool:

@@ -40,6 +40,8 @@ _ADVICE = {
     errno.EACCES: _PERMISSION,
     errno.EPERM: _PERMISSION,
     errno.EEXIST: "another file has this name (it is in the way): move it, or save to another directory",
+    errno.EMFILE: "close files that this process does not need, or raise the limit with `ulimit -n`",
+    errno.ENOMEM: "use fewer ranks on this host, or smaller batches",
     errno.ENOTDIR: "a file is where a directory is expected: move it, or save to another directory",
 }
 
@@ -89,9 +91,16 @@ class ShardInfo:
     def from_json(cls, value: dict[str, Any]) -> "ShardInfo":
         """Return the ShardInfo from the result of `to_json`. Raises ValueError, TypeError or KeyError."""
         entries = tuple(Entry(**entry) for entry in value["entries"])
-        if pathlib.PurePath(value["file"]).name != value["file"]:
+        if not is_file_name(value["file"]):
             raise ValueError(f"{value['file']!r} is not the name of a file in the checkpoint's directory")
+        if (nbytes := sum(entry.check().nbytes for entry in entries)) > value["nbytes"]:  # arrays of nbytes are made
+            raise ValueError(f"{value['file']} has {value['nbytes']} bytes, but its tensors have {nbytes}")
         return cls(**{**value, "entries": entries})
+
+
+def is_file_name(name: str) -> bool:
+    """Return whether a text of a manifest is the name of a file in a directory. Raises TypeError for another type."""
+    return pathlib.PurePath(name).name == name and name.isprintable()
 
 
 def shard_name(index: int, of: int, prefix: str = "shard") -> str:
@@ -262,11 +271,13 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
         raise CheckpointError(f"checkpoint: {file} is damaged: {error}") from error
     if isinstance(content, dict) and "writer" in content:
         raise CheckpointError(f"checkpoint: {file.parent} is not complete: {content['writer']} has not committed it")
-    checksum = _check(file, content)
     try:
+        checksum = _check(file, content)
         shards = tuple(map(ShardInfo.from_json, content["shards"]))
-        return Manifest(content["step"], content["time"], shards, content["meta"], checksum)
-    except (KeyError, TypeError, ValueError) as error:
+        if type(content["step"]) is not int or not isinstance(content["meta"], dict):
+            raise TypeError("step is not a number, or meta is not an object")
+        return Manifest(content["step"], float(content["time"]), shards, content["meta"], checksum)
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"checkpoint: {file} does not have the fields that allred writes: {error!r}") from error
 
 

@@ -15,7 +15,15 @@ import numpy as np
 from allred.arrays import Array
 from allred.checkpoint.directory import check_name, list_committed
 from allred.checkpoint.entry import Entry, check_cover
-from allred.checkpoint.files import MANIFEST, Manifest, MissingPackageError, check_bytes, read_manifest, read_shard
+from allred.checkpoint.files import (
+    MANIFEST,
+    Manifest,
+    MissingPackageError,
+    check_bytes,
+    check_length,
+    read_manifest,
+    read_shard,
+)
 from allred.checkpoint.table_rows import check_row_files
 from allred.errors import CheckpointError
 
@@ -63,6 +71,8 @@ def _read(directory: pathlib.Path, manifest: Manifest) -> SavedTensors:
             tensors[key] = np.empty(entry.shape, entry.dtype)
         return tensors[key] if entry.is_whole else tensors[key].reshape(-1)[entry.start : entry.stop]
 
+    for shard in manifest.shards:  # before memory is reserved for all tensors
+        check_length("checkpoint", directory, shard)
     for shard in manifest.shards:
         read_shard("checkpoint", directory, shard, destination)
     return _saved_tensors(manifest, tensors)

@@ -14,7 +14,7 @@ import numpy as np
 
 from allred.arrays import Array
 from allred.checkpoint.entry import Entry, whole
-from allred.checkpoint.files import ShardInfo, read_manifest, read_shard, write_shard
+from allred.checkpoint.files import ShardInfo, is_file_name, read_manifest, read_shard, write_shard
 from allred.errors import CheckpointError
 
 _KEY = "tables"  # in the manifest's meta, which exists in checkpoints: keep it
@@ -39,9 +39,19 @@ def describe_tables(parts: dict[str, list[ShardInfo]], steps: dict[str, int], ba
 
 
 def tables_in(meta: dict[str, Any]) -> dict[str, Any]:
-    """Return {name of a table: its step, base and files} of a checkpoint."""
+    """Return {name of a table: its step, base and files} of a checkpoint. Raises CheckpointError."""
     found: dict[str, Any] = meta.get(_KEY, {})
+    try:
+        for table in found.values():
+            if type(table["step"]) is not int or type(table["parts"]) is not list or not _is_base(table["base"]):
+                raise ValueError
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise CheckpointError(f"checkpoint: the tables of the manifest are not what allred writes: {found!r}") from None
     return found
+
+
+def _is_base(name: Any) -> bool:
+    return name == "" or is_file_name(name)
 
 
 def _table_in(directory: pathlib.Path, name: str) -> dict[str, Any]:
@@ -74,7 +84,11 @@ def row_files(directory: pathlib.Path, name: str) -> Iterator[tuple[pathlib.Path
     `checkpoints_of`."""
     for path in checkpoints_of(directory, name):
         for part in _table_in(path, name)["parts"]:
-            yield path, ShardInfo.from_json(part)
+            try:
+                info = ShardInfo.from_json(part)
+            except (ValueError, TypeError, KeyError) as error:
+                raise CheckpointError(f"checkpoint: table {name!r} of {path} has a wrong file: {error!r}") from None
+            yield path, info
 
 
 def read_rows(directory: pathlib.Path, name: str) -> Iterator[dict[str, Array]]:

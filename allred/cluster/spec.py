@@ -11,6 +11,7 @@ from allred.errors import ConfigError, InputError
 
 SERVERS = "ps"  # the job whose tasks are parameter servers
 CLIENT = "client"  # the job whose task sends functions to the workers
+_MOST_TASKS = 2**16  # of a job that is given as a number
 _ORDER = {SERVERS: 0, CLIENT: 2}  # order of ranks; workers between them
 
 Tasks = Union[int, Sequence[str], Mapping[int, str]]  # noqa: UP007  (a value: evaluated at import)
@@ -135,7 +136,7 @@ def tf_config(environ: Mapping[str, str]) -> tuple[ClusterSpec, str, int]:
                 index += len(first) * (job == "worker")
                 job = "worker" if job == chief else job
         return ClusterSpec(jobs), job, index
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ConfigError(
             f"TF_CONFIG={text!r} cannot be used ({type(error).__name__}: {error}); it should look like "
             '{"cluster": {"ps": ["host:port"], "worker": ["host:port"]}, "task": {"type": "worker", "index": 0}}'
@@ -147,6 +148,8 @@ def _tasks(job: Any, tasks: Any) -> dict[int, str]:
     if not isinstance(job, str) or not job.isidentifier():
         raise InputError(f"ClusterSpec: a job's name is a word, such as worker, not {job!r}")
     if isinstance(tasks, int) and not isinstance(tasks, bool):
+        if tasks > _MOST_TASKS:
+            raise InputError(f"ClusterSpec: job {job!r} has {tasks} tasks; at most {_MOST_TASKS} are possible")
         found = dict.fromkeys(range(tasks), "")
     elif isinstance(tasks, Mapping):
         found = {index: _address(job, tasks[index]) for index in sorted(tasks)}

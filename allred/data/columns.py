@@ -41,6 +41,12 @@ def npy(path: str | os.PathLike[str]) -> Array:
     https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html
     """
     name = os.fspath(path)
+    with open(name, "rb") as file:
+        head, nbytes = file.read(12), os.fstat(file.fileno()).st_size
+    length = int.from_bytes(head[8:10] if head[6:7] == b"\1" else head[8:], "little")
+    if length > nbytes:  # numpy would reserve this memory
+        what = f"got {nbytes} bytes: its header has {length}"
+        raise DataError(f"{name}: expected an array in numpy's .npy format, {what}")
     try:
         array = np.lib.format.open_memmap(name, mode="r")
     except OSError:
@@ -91,7 +97,11 @@ def idx(path: str | os.PathLike[str]) -> Array:
             f"{where}: offset {begin}: expected {expected} bytes of {dtype.newbyteorder('=').name} {shape}, got "
             f"{len(content) - begin}"
         )
-    return np.frombuffer(content, dtype, offset=begin).reshape(shape).astype(dtype.newbyteorder("="))
+    try:
+        array = np.frombuffer(content, dtype, offset=begin).reshape(shape)
+    except ValueError as error:  # too many dimensions, or too large ones beside an empty one
+        raise DataError(f"{where}: offset 3: numpy has no array of shape {shape}: {error}") from None
+    return array.astype(dtype.newbyteorder("="))
 
 
 _ARRAYS = ("__array__", "__array_interface__", "__cuda_array_interface__")

@@ -119,11 +119,13 @@ class TaskConnection(abc.ABC):
         """Wait for messages, and pass lines to `_handle`. Raises AllredError if another task has ended."""
 
     def _handle(self, line: str) -> None:
-        """Handle a line of the other end (`rendezvous_server.Exchanges`)."""
+        """Handle a line of the other end (`rendezvous_server.Exchanges`). Raises ValueError or KeyError."""
         words = dict(word.partition("=")[::2] for word in line.split())
         if words["cmd"] == "missing":
             self._missing[words["key"]] = words["ranks"]
         elif words["key"] in self._values:
+            if len(self._values[words["key"]]) == self._sizes[words["key"]]:
+                raise ValueError("an exchange has more values than members")
             self._values[words["key"]].append(base64.b64decode(words["value"]))
 
     def begin(self, members: Sequence[int], value: bytes, title: str) -> str:
@@ -233,12 +235,11 @@ class RendezvousConnection(TaskConnection):
         try:
             if self.lifeline in ready:
                 raise ConnectionError(os.read(self.lifeline, 4096).decode(errors="replace").strip())
-            lines = self._channel.receive_lines() if ready else []
-        except (OSError, ValueError) as error:
+            for line in self._channel.receive_lines() if ready else []:
+                self._handle(line)
+        except (OSError, ValueError, KeyError) as error:  # KeyError: a line without a word that it needs
             why = (
                 str(error) if self.lifeline in ready else f"the connection to the rendezvous process was lost: {error}"
             )
             self._error = AllredError(why or "the rendezvous process of the job has ended")
             raise self._error from None
-        for line in lines:
-            self._handle(line)

@@ -58,9 +58,20 @@ class Connector:
                 raise ConfigError(f"{self._task}: the process at {self._at} {caught}") from None
             except OSError as caught:
                 error = caught
-            else:
-                found.send(hello)
-                return found
+                continue
+            if not self._secret and (user := channel.user_of_peer(found.connection)) not in (
+                None,
+                os.geteuid(),
+            ):
+                found.close()
+                if user < 0:
+                    raise ConnectionError(f"{self._at}: it has closed the connection")
+                raise ConfigError(
+                    f"{self._task}: the process at {self._at} is of user {user}, and this one of user {os.geteuid()}; "
+                    "set the same ALLRED_SECRET for all tasks"
+                )
+            found.send(hello)
+            return found
         if isinstance(error, ConnectionRefusedError) and self._task == self._first:
             raise AllredError(
                 f"{self._task}: the rendezvous process that it started at {self._at} has ended; start it again"
@@ -170,9 +181,11 @@ def _wait(connector: Connector, where: list[SocketAddress], hello: dict[str, Any
                 if "notice" in message:
                     waiting.print_notice(str(message["notice"]))
                 if "missing" in message:
-                    waiting.for_whom = " and ".join(message["missing"])
+                    waiting.for_whom = " and ".join(map(str, message["missing"]))
                 if "go" in message:
                     return lifeline
+    except TypeError:  # not the protocol
+        pass
     except BaseException:
         lifeline.connection.close()
         raise

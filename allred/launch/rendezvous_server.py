@@ -20,7 +20,7 @@ import socket
 from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar
 
-from allred.runtime.channel import Channel, Listener
+from allred.runtime.channel import Channel, Listener, user_of_peer
 from allred.runtime.detached import serve
 from allred.runtime.loop import Loop
 from allred.runtime.timings import RENDEZVOUS_DEATH_S
@@ -191,6 +191,10 @@ class RendezvousServer:
     def _accept(self, channel: Channel, messages: list[Message]) -> None:
         """Handle the new channel of a task, or of its MPI."""
         hello = messages[0]
+        if not self._secret and (user := user_of_peer(channel.connection)) not in (None, os.geteuid()):
+            who = f"this task is of user {user}, but {self._first} of user {os.geteuid()}"
+            channel.send({"refused": f"{who}; set the same ALLRED_SECRET for all tasks"})
+            return channel.close()
         if "rank" in hello:
             return self._accept_pmi(channel, hello)
         if late := self._state.wait_of_restarted(hello):
@@ -262,7 +266,7 @@ class RendezvousServer:
 
     def _accept_pmi(self, channel: Channel, hello: Message) -> None:
         rank = int(hello["rank"])
-        if self._pmi is None or rank in self._pmi_channels:
+        if self._pmi is None or rank in self._pmi_channels or rank not in range(len(self._state.nodes())):
             return channel.close()
         handle, lost = lambda lines: self._handle_pmi(rank, lines), lambda error: self._pmi_channels.pop(rank, None)
         channel.serve(self._loop, handle, lost, channel.receive_lines)

@@ -49,7 +49,7 @@ from allred.runtime.loop import Loop
 from allred.runtime.timings import HEARTBEAT_PERIOD_S, LEASE_S, LEAVE_S, RETRY_S
 from allred.watch import process_state
 from allred.watch.process import Watcher
-from allred.watch.rank import accept, owner
+from allred.watch.rank import accept, owner, refuse
 from allred.watch.records import WatcherSettings
 
 Message = dict[str, Any]
@@ -162,9 +162,9 @@ class Agent:
         try:
             process, pidfd, page = self._processes[hello["name"]], *files
             process.page = mmap.mmap(page, mmap.PAGESIZE)
-            os.close(page)
         except (OSError, ValueError, KeyError, TypeError):
-            return connection.close()
+            return refuse(connection, files)
+        os.close(page)
         process.rank_pid, _ = owner(connection)
         if process.rank_pid == process.popen.pid:
             os.close(pidfd)

@@ -168,7 +168,9 @@ class _Lines:
                 if not line.endswith(b"\n"):
                     break
                 self._offset += len(line)
-                with contextlib.suppress(ValueError, TypeError, KeyError):
+                with contextlib.suppress(
+                    ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError
+                ):
                     self._add(json.loads(line))
 
     def _add(self, record: dict[str, Any]) -> None:

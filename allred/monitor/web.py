@@ -11,18 +11,23 @@ is read: a page that nobody sees costs nothing.
 import argparse
 import contextlib
 import http.server
+import io
 import json
 import os
 import secrets
 import socket
+import sys
+import threading
 import urllib.parse
 from typing import Any
 
 from allred.errors import AllredError
 from allred.monitor.state import follow, resolve
 from allred.page import render
+from allred.runtime.timings import UNAUTHENTICATED_PEERS
 
 _HOSTS = ("127.0.0.1", "localhost")
+_REQUEST_BYTES = 2**14  # of a request; a browser sends about 500
 _HEADERS = {
     "Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY", "Connection": "close",
@@ -40,6 +45,7 @@ class PageServer(http.server.ThreadingHTTPServer):
     """Serves a job. name: of the job. port: 0 for a free one. token: the secret. Raises AllredError."""
 
     daemon_threads = True
+    request_queue_size = 128
 
     def __init__(self, name: str, port: int = 0) -> None:
         self.name, self.token = resolve(name), secrets.token_urlsafe(24)
@@ -49,15 +55,61 @@ class PageServer(http.server.ThreadingHTTPServer):
             raise AllredError(
                 f"cannot listen on 127.0.0.1 port {port}: {error.strerror}; choose another port"
             ) from None
+        self._waiting: list[socket.socket] = []  # connections that have not sent the token, the oldest first
+        self._lock = threading.Lock()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection in a thread. Close the oldest one if too many have not sent the token."""
+        with self._lock:
+            self._waiting.append(request)
+            if len(self._waiting) > UNAUTHENTICATED_PEERS:
+                with contextlib.suppress(OSError):
+                    self._waiting.pop(0).shutdown(socket.SHUT_RDWR)  # its thread ends
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self.forget(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):  # not the end of a connection
+            super().handle_error(request, client_address)
+
+    def forget(self, request: Any) -> None:
+        """The connection has sent the token, or ends."""
+        with self._lock, contextlib.suppress(ValueError):
+            self._waiting.remove(request)
 
     @property
     def address(self) -> str:
         return f"http://127.0.0.1:{self.server_port}/?token={self.token}"
 
 
+class _LimitedReader(io.RawIOBase):
+    """Reads a request. Ends the connection after _REQUEST_BYTES."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self._left = file, _REQUEST_BYTES
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data: bytes = self._file.read1(min(len(buffer), self._left))
+        self._left -= len(data)
+        if not self._left:
+            raise TimeoutError("the request is too long")  # http.server closes the connection
+        buffer[: len(data)] = data
+        return len(data)
+
+
 class _Handler(http.server.BaseHTTPRequestHandler):
     server: PageServer
     timeout = 30  # seconds of a read or write: then the connection is closed
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = io.BufferedReader(_LimitedReader(self.rfile), 2**12)
 
     def do_GET(self) -> None:
         with contextlib.suppress(OSError, AllredError, ValueError):  # closed; the last state was removed; a wrong URL
@@ -69,7 +121,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         host = (self.headers.get("Host") or "").rpartition(":")[0] or self.headers.get("Host")
         if host not in _HOSTS or not secrets.compare_digest(token.encode(), self.server.token.encode()):
             self._answer(403, "text/plain", "403: open the address that `allred top --web` has printed\n")
-        elif url.path == "/":
+            return
+        self.server.forget(self.request)
+        if url.path == "/":
             self._answer(200, "text/html", render(None))
         elif url.path == "/events":
             self._stream()

@@ -270,7 +270,8 @@ class StepHandler:
             else:
                 update = shard.begin(absent)
                 receive = functools.partial(shard.apply, update)
-            compiled = self.compiled if update is not None and shard.in_place and worker in self.boxes else None
+            by_mailbox = isinstance(port, MailboxPort)  # else the worker could not open its mailbox, and uses MPI
+            compiled = self.compiled if update is not None and shard.in_place and by_mailbox else None
             while compiled is not None and update is not None and received < len(shard.bytes):
                 reached = compiled.apply(update, self.boxes[worker], received, gives)
                 if reached is None or (reached == received and was_ready):

@@ -14,6 +14,7 @@ from allred.errors import ConfigError
 from allred.runtime.timings import PROBE_S
 
 LOCAL = "localhost"
+_MOST_HOSTS = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +70,7 @@ def parse_list(text: str) -> dict[str, int]:
     """
     slots: dict[str, int] = {}
     for word in text.split(","):
-        match = re.fullmatch(r"\s*([\w.-]+)(?::([1-9]\d*))?\s*", word)
+        match = re.fullmatch(r"\s*([\w.-]+)(?::([1-9]\d{0,8}))?\s*", word)
         if match is None:
             raise ConfigError(f"--hosts {text}: {word!r} is not a host name, or a name and a number of slots (node1:4)")
         slots[match[1]] = slots.get(match[1], 0) + int(match[2] or 1)
@@ -92,7 +93,7 @@ def parse_file(text: str, name: str = "--hostfile") -> dict[str, int]:
         if (
             not re.fullmatch(r"[\w.-]+", host)
             or len(counts) > 1
-            or not all(re.fullmatch(r"[1-9]\d*", n) for n in counts)
+            or not all(re.fullmatch(r"[1-9]\d{0,8}", n) for n in counts)
         ):
             raise ConfigError(f"{name}, line {number}: {line!r} is not a host and its slots, such as 'node1 slots=4'")
         slots[host] = slots.get(host, 0) + int(counts[0] if counts else 1)
@@ -102,7 +103,20 @@ def parse_file(text: str, name: str = "--hostfile") -> dict[str, int]:
 
 
 def of_batch_job(environ: Mapping[str, str]) -> HostList:
-    """Return the hosts of the batch job whose variables are set; none without a batch job."""
+    """Return the hosts of the batch job whose variables are set; none without a batch job. Raises ConfigError."""
+    try:
+        return _of_batch_job(environ)
+    except (ValueError, IndexError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        names = [name for name in _BATCH_VARIABLES if name in environ]
+        raise ConfigError(f"the hosts of the batch job, in {' or '.join(names)}, cannot be read: {error}") from None
+
+
+_BATCH_VARIABLES = ("SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE", "PBS_NODEFILE", "LSB_MCPU_HOSTS", "PE_HOSTFILE")
+
+
+def _of_batch_job(environ: Mapping[str, str]) -> HostList:
     if nodes := environ.get("SLURM_JOB_NODELIST"):
         tasks = environ.get("SLURM_TASKS_PER_NODE") or environ.get("SLURM_JOB_CPUS_PER_NODE", "1")
         names, counts = expand_slurm_hosts(nodes), _expand_slurm_counts(tasks)
@@ -131,19 +145,29 @@ def expand_slurm_hosts(text: str) -> list[str]:
         found = [""]
         for plain, ranges in re.findall(r"([^\[]+)|\[([^\]]*)\]", word):
             endings = [plain] if plain else [name for each in ranges.split(",") for name in _expand_range(each)]
+            _check_count(len(found) * len(endings))
             found = [start + ending for start in found for ending in endings]
         names += found
+        _check_count(len(names))
     return names
+
+
+def _check_count(count: int) -> None:
+    if count > _MOST_HOSTS:
+        raise ValueError(f"more than {_MOST_HOSTS} hosts")
 
 
 def _expand_range(text: str) -> list[str]:
     first, _, last = text.partition("-")
-    return [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
+    numbers = range(int(first), int(last or first) + 1)
+    _check_count(len(first) + numbers.stop - numbers.start)
+    return [str(number).zfill(len(first)) for number in numbers]
 
 
 def _expand_slurm_counts(text: str) -> list[int]:
     """Return the numbers of `4(x2),2`: [4, 4, 2]."""
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    _check_count(sum(int(times or 1) for _, times in found))
     return [int(count) for count, times in found for _ in range(int(times or 1))]
 
 

@@ -20,6 +20,7 @@ import json
 import os
 import secrets
 import socket
+import struct
 import time
 from collections.abc import Callable, Generator
 from typing import Any
@@ -44,6 +45,27 @@ def family(address: Any) -> int:
 def open_listener(host: str, backlog: int = 128) -> socket.socket:
     """Listen at a free port of this host's address `host`."""
     return socket.create_server((host, 0), family=family((host, 0)), backlog=backlog)
+
+
+def user_of_peer(connection: socket.socket) -> int | None:
+    """Return the user of the process at the other end of a connection within this machine, -1 if it has closed the
+    connection; None if the kernel does not tell, as for another machine."""
+    if connection.family == socket.AF_UNIX:
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        return int(struct.unpack("3i", credentials)[1])
+    with contextlib.suppress(OSError):
+        ends = [_in_proc(connection.family, *each[:2]) for each in (connection.getpeername(), connection.getsockname())]
+        with open("/proc/net/tcp6" if connection.family == socket.AF_INET6 else "/proc/net/tcp") as file:
+            for fields in map(str.split, file):
+                if fields[1:3] == ends:
+                    return int(fields[7]) if fields[9] != "0" else -1
+    return None
+
+
+def _in_proc(family: int, host: str, port: int) -> str:
+    """Return an address as the kernel writes it into /proc/net/tcp."""
+    packed = socket.inet_pton(family, host)
+    return "".join(f"{word:08X}" for word in struct.unpack(f"={len(packed) // 4}I", packed)) + f":{port:04X}"
 
 
 _NOT_ALLRED = "is not an allred process: another program uses this port; choose another port"
@@ -347,7 +369,7 @@ class Listener:
             peer.channel.connection.settimeout(timings.SEND_S)
             try:
                 self._admit(peer.channel, messages)
-            except (OSError, ValueError, KeyError, TypeError):  # closed, or another first message than expected
+            except Exception:  # closed, or another first message than expected
                 peer.channel.close()
 
     def _authenticate(self, peer: _UnauthenticatedPeer, message: Message) -> None:

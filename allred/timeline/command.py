@@ -18,7 +18,7 @@ from typing import Any
 from allred.command_line import Parser, program
 from allred.errors import InputError
 from allred.page import write_page
-from allred.timeline.rank_file import RankTimeline, Span, read_timeline
+from allred.timeline.rank_file import ABOUT, RankTimeline, Span, read_timeline
 from allred.timeline.show import page_document, read_trace
 from allred.wording import count
 
@@ -104,6 +104,8 @@ def _newest(directory: pathlib.Path) -> tuple[list[RankTimeline], list[str]]:
     for path in sorted(directory.glob("rank-*.timeline")):
         try:
             rank = read_timeline(path)
+            if missing := ABOUT.keys() - rank.about.keys():
+                raise InputError(f"{path} has invalid records: its first one lacks {', '.join(sorted(missing))}")
         except InputError as error:
             notes.append(f"ignored: {error}")
             continue

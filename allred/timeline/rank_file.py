@@ -1,14 +1,15 @@
 """Reads the file that one rank has written (recorder.py), and converts its times to the chief's clock."""
 
 import dataclasses
-import marshal
 import os
 import pathlib
+import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from allred.errors import InputError
+from allred.timeline.marshalled import loads
 from allred.timeline.recorder import CHUNK, MAGIC, ROW
 
 
@@ -103,11 +104,11 @@ def read_timeline(path: str | os.PathLike[str]) -> RankTimeline:
     at = len(MAGIC) + sum(CHUNK.size + len(chunk) for chunk in chunks)
     left_out = f"{path}: ignored the last {len(data) - at} bytes, which are incomplete" * (at < len(data))
     try:
-        records = [record for chunk in chunks for record in marshal.loads(chunk)]
+        records = [record for chunk in chunks for record in _checked(loads(chunk))]
         if not left_out and not _of_kind(records, "end"):
             left_out = f"{path} has no end: its rank was killed or aborted, and its last records are missing"
         return _rank_timeline(records, left_out)
-    except (ValueError, EOFError, TypeError, LookupError) as error:
+    except (ValueError, EOFError, TypeError, LookupError, struct.error) as error:
         raise InputError(f"{path} has invalid records: {type(error).__name__}: {error}") from error
 
 
@@ -123,8 +124,39 @@ def _chunks(data: bytes) -> Iterator[bytes]:
         at += CHUNK.size + length
 
 
+_TYPES = {
+    "begin": (dict,), "clock": (int,) * 3, "span": (str, str, str, int, int, int), "call": (str, str, int),
+    "operation": (str, str, str, int, int, int, int), "calls": (str, list, bytes), "end": (int,),
+}  # fmt: skip
+_MOST_RANKS, _LAST_TIME = 2**16, 2**35
+ABOUT: dict[str, tuple[Any, int | None]] = {  # the types of the fields of the first record, and their limits
+    "job": (str, None), "name": (str, None), "host": (str, None), "pid": (int, None), "start": (int, None),
+    "rank": (int, _MOST_RANKS), "size": (int, _MOST_RANKS), "time": ((int, float), _LAST_TIME),
+}  # fmt: skip
+
+
+def _checked(records: Any) -> list[tuple[Any, ...]]:
+    """Return the records of a chunk. Raises ValueError, TypeError or LookupError if no recorder writes them."""
+    for kind, *fields in records:
+        if type(kind) is not str or tuple(map(type, fields)) != _TYPES[kind]:
+            raise ValueError("a record has other fields")
+        if kind == "begin":
+            about = fields[0]
+            if not {"rank", "name", "start"} <= about.keys():
+                raise ValueError("the first record has other fields")
+            for key, value in about.items():
+                expected, most = ABOUT.get(key, (object, None))
+                if not isinstance(value, expected) or (most is not None and not 0 <= value <= most):
+                    raise ValueError(f"the field {str(key)[:20]!r} of the first record has a wrong value")
+        elif kind == "calls" and not all(type(name) is str for name in fields[1]):
+            raise ValueError("a name is not text")
+    return records  # type: ignore[no-any-return]
+
+
 def _rank_timeline(records: list[tuple[Any, ...]], left_out: str) -> RankTimeline:
     about: dict[str, Any] = records[0][1]
+    if records[0][0] != "begin":
+        raise ValueError("the first record is missing")
     measured = [(when, offset, error) for _, when, offset, error in _of_kind(records, "clock")]
     clock = ClockAlignment(measured or [(0, 0, 0)])
     spans = [

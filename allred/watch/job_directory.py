@@ -38,6 +38,17 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
+def _read(path: Path) -> dict[str, Any]:
+    """Raises OSError or ValueError."""
+    try:
+        found = json.loads(path.read_text())
+    except RecursionError:
+        raise ValueError("JSON is nested too deep") from None
+    if not isinstance(found, dict):
+        raise ValueError("not a JSON object")
+    return found
+
+
 def write_entry(name: str, kind: str, entry: dict[str, Any]) -> Path:
     """Write the file of a job, which only the user can read, and return it. Raises AllredError or OSError."""
     path, pid = directory() / f"{name}{kind}", os.getpid()
@@ -50,7 +61,7 @@ def write_entry(name: str, kind: str, entry: dict[str, Any]) -> Path:
 def remove_entry(path: Path, entry: dict[str, Any]) -> None:
     """Remove the file of a job that `write_entry` has written, if another job has not replaced it."""
     with contextlib.suppress(OSError, ValueError):
-        if entry.items() <= json.loads(path.read_text()).items():
+        if entry.items() <= _read(path).items():
             path.unlink()
 
 
@@ -58,8 +69,8 @@ def entries(kind: str) -> dict[str, dict[str, Any]]:
     """Return the files of the running jobs, by the name of the job. Removes those of processes that were killed."""
     found = {}
     for path in sorted(directory().glob(f"*{kind}")):
-        with contextlib.suppress(OSError, ValueError):  # it has just been removed
-            entry = json.loads(path.read_text())
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # it has just been removed, or damaged
+            entry = _read(path)
             if entry["started"] == process_state.start_time(entry["process"]):
                 found[path.name.removesuffix(kind)] = entry
             else:
@@ -86,7 +97,7 @@ def ended() -> list[str]:
 def read_ended(name: str) -> dict[str, Any]:
     """Return the last state of a job that has ended. Raises AllredError."""
     try:
-        state: dict[str, Any] = json.loads((directory() / f"{name}{ENDED}").read_text())
+        state = _read(directory() / f"{name}{ENDED}")
     except (OSError, ValueError):
         raise AllredError(
             f"job {name}: its watcher does not answer, or ended without a last state; the ranks may still run"

@@ -25,7 +25,7 @@ from allred.watch.heartbeat import Heartbeat
 from allred.watch.job_state import JobState
 from allred.watch.job_status import LAST, JobStatus
 from allred.watch.launchers import Launchers
-from allred.watch.rank import WatchedRank, accept
+from allred.watch.rank import WatchedRank, accept, refuse
 from allred.watch.records import Event, WatcherSettings
 
 PURPOSE = "watcher"  # of the channels between watchers
@@ -52,6 +52,7 @@ class Watcher:
         self._gone: dict[int, Event] = {}  # expendable ranks that are gone, with the message
         self._has_verdict = False  # so the job ends
         self._give_up_at = time.monotonic() + timings.FIRST_RANK_S
+        self._starter = os.getppid()  # the rank that has started this process
         self._last_death = self._last_event = 0.0
         self._launchers = Launchers()
         self._ended_launcher = ""
@@ -150,6 +151,8 @@ class Watcher:
         if not all(rank.gone for rank in self._ranks.values()):
             return False
         is_past_death = now > self._last_death + timings.REPORT_DEATH_S
+        if not (self._ranks or self._settings.elastic or process_state.is_alive(self._starter)):
+            return True  # no rank of this node could connect
         if len(self._ranks) < self._settings.ranks and now <= self._give_up_at:
             return bool(self._ranks) and is_past_death  # a rank that died in init() keeps the others from connecting
         return is_past_death or all(rank.left for rank in self._ranks.values())
@@ -164,9 +167,8 @@ class Watcher:
             if not secrets.compare_digest(hello["token"], self._settings.token):
                 raise ValueError
             rank = WatchedRank(connection, hello, *files)
-        except (OSError, ValueError, KeyError, TypeError):
-            connection.close()
-            return
+        except (OSError, ValueError, KeyError, TypeError, OverflowError):
+            return refuse(connection, files)
         self._ranks[rank.number] = rank
         for name, pidfd in self._launchers.record(rank.pid).items() if self._settings.launcher else ():
             self._loop.on_input(pidfd, functools.partial(self._launcher_ended, name, pidfd))

@@ -24,7 +24,8 @@ def owner(connection: socket.socket) -> tuple[int, int]:
 
 
 def accept(listening: socket.socket, most_files: int) -> tuple[socket.socket, Event, list[int]] | None:
-    """Accept a process of this user, and receive its first message, JSON, with descriptors. None if that fails."""
+    """Accept a process of this user, and receive its first message, a JSON object, with descriptors. None if that
+    fails."""
     try:
         connection, _ = listening.accept()
     except OSError:  # the process has closed the connection, or there are too many open files
@@ -34,10 +35,24 @@ def accept(listening: socket.socket, most_files: int) -> tuple[socket.socket, Ev
             raise ValueError
         connection.settimeout(HELLO_S)
         data, files, _, _ = socket.recv_fds(connection, EVENT_BYTES, most_files)
-        return connection, json.loads(data), files
     except (OSError, ValueError):
         connection.close()
         return None
+    try:
+        hello = json.loads(data)
+        if isinstance(hello, dict):
+            return connection, hello, files
+    except (ValueError, RecursionError):
+        pass
+    refuse(connection, files)
+    return None
+
+
+def refuse(connection: socket.socket, files: list[int]) -> None:
+    """Close the connection of a process that `accept` has returned, and its descriptors."""
+    connection.close()
+    for file in files:
+        os.close(file)
 
 
 class WatchedRank:

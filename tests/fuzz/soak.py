@@ -247,6 +247,18 @@ def text_of(process: Process) -> str:
     return "".join(line for _, line in process.lines)
 
 
+def print_table(what: str, ends: dict[str, list[End]]) -> None:
+    print(f"| {what} | survived | named | ended | silent | median s to the message | largest |")
+    print("|---|---|---|---|---|---|---|")
+    for key, found in ends.items():
+        counts = collections.Counter(end.outcome for end in found)
+        times = [end.noticed_s for end in found if end.noticed_s is not None]
+        late = f"{statistics.median(times):.2f} | {max(times):.2f}" if times else " | "
+        numbers = " | ".join(str(counts[each]) for each in ("survived", "named", "ended", "silent"))
+        print(f"| {key} | {numbers} | {late} |")
+    print()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=0, help="duration; default: one training")
@@ -268,14 +280,9 @@ def main() -> int:
         ends[job.training.name, job.fault].append(end)
     count = sum(map(len, ends.values()))
     print(f"\n{count} trainings from seed {given.seed} in {time.monotonic() - start:.0f} s\n")
-    print("| training | fault | survived | named | ended | silent | median s to the message | largest |")
-    print("|---|---|---|---|---|---|---|---|")
-    for (name, fault), found in sorted(ends.items()):
-        counts = collections.Counter(end.outcome for end in found)
-        times = [end.noticed_s for end in found if end.noticed_s is not None]
-        late = f"{statistics.median(times):.2f} | {max(times):.2f}" if times else " | "
-        numbers = " | ".join(str(counts[each]) for each in ("survived", "named", "ended", "silent"))
-        print(f"| {name} | {fault} | {numbers} | {late} |")
+    for number, what in ((0, "training"), (1, "fault")):
+        print_table(what, {key: [end for each, found in ends.items() if each[number] == key for end in found]
+                           for key in sorted({each[number] for each in ends})})  # fmt: skip
     return any(end.outcome == "silent" for found in ends.values() for end in found)
 
 

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import errno
 import os
 import resource
 import subprocess
@@ -14,6 +15,7 @@ import allred
 from allred import checkpoint
 from allred.checkpoint import directory as directories
 from allred.checkpoint import whole
+from allred.checkpoint.files import file_errors
 from allred.errors import CheckpointError
 
 
@@ -52,6 +54,12 @@ def test_a_full_disk(mounted):
     same(checkpoint.read_checkpoint(older[1]).params["w"], BIG)
     assert checkpoint.prune(mounted, 1) == older[:1]
     save(mounted, 3, two)
+
+
+def test_too_many_open_files_are_not_a_fault_of_the_file_system(tmp_path):
+    with pytest.raises(CheckpointError, match=r"Too many open files; close files .* `ulimit -n`"):  # noqa: SIM117
+        with file_errors("begin: creating", tmp_path):
+            raise OSError(errno.EMFILE, "")
 
 
 def fill(path):

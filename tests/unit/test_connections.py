@@ -1,5 +1,6 @@
 """TCP connections between hosts: addresses, and the proof that both ends belong to the job."""
 
+import re
 import socket
 import time
 
@@ -7,6 +8,7 @@ import pytest
 from ports import reserved_ports
 
 from allred.comm.backends import connections
+from allred.comm.bootstrap import SingleBootstrap
 from allred.errors import ConfigError
 
 SECRET, TOKEN = "secret", "token"
@@ -86,3 +88,13 @@ def test_addresses_by_name_and_by_network():
     ) == ["127.0.0.1"]
     with pytest.raises(ConfigError, match=r"ALLRED_NETWORK='eth99' fits no interface of .*; it has lo 127\.0\.0\.1"):
         connections.addresses("eth99")
+
+
+def test_a_rank_that_cannot_start_a_thread_is_a_problem_of_all(monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(connections.threading.Thread, "start", start)
+    sockets, problem = connections.connect(SingleBootstrap(), [[0, 1]], "lo", 60.0)
+    assert sockets == {}
+    assert re.fullmatch(r"rank 0 on \S+ cannot accept connections: can't start new thread", problem)

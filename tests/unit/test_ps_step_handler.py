@@ -171,6 +171,21 @@ def test_a_step_of_async_applies_the_gradient_and_returns_the_parameters():
     assert served.statistics.bytes_in == 3 * (3 * 4 + 4 * 8)
 
 
+class NoCompiledSteps:
+    """Steps in C, which take the cells from a mailbox."""
+
+    def apply(self, *arguments):
+        raise ValueError("no request is being served: it came by MPI")
+
+
+def test_a_step_by_mpi_of_a_worker_with_a_mailbox_that_it_could_not_open():
+    served = Served(Async(), 1)
+    served.handler.compiled, served.handler.boxes = NoCompiledSteps(), {0: 0}
+    served.do(0, PUSH | INIT, 5.0)
+    assert served.do(0, ALL, 1.0) == (0, 1, 1, 0)
+    assert served.values() == {"a": 4.0, "b": 4.0}
+
+
 def test_sync_answers_when_the_step_is_complete():
     served = Served(Sync(), 2)
     assert served.do(0, SYNC, 1.0) is None

@@ -217,6 +217,15 @@ def test_a_watcher_closes_a_connection_without_a_message(monkeypatch):
         assert stranger.recv(200) == b"", "closed"
 
 
+def test_a_watcher_without_ranks_ends_after_the_process_that_started_it():
+    with running_watcher() as watcher:
+        assert not watcher.is_done(time.monotonic())
+        starter = subprocess.Popen(["true"])
+        starter.wait()
+        watcher._starter = starter.pid
+        assert watcher.is_done(time.monotonic())
+
+
 def test_a_watcher_handles_events_of_another_node():
     with running_watcher() as watcher:
         where = "127.0.0.1", watcher.port

@@ -100,10 +100,15 @@ def connect(
     problem = next((text for text, *_ in others if text), "")
     sockets: dict[int, socket.socket] = {}
     if not problem:
-        accepted = _Acceptor(listeners, secret, token, set(higher))
+        accepted = None
+        try:
+            accepted = _Acceptor(listeners, secret, token, set(higher))
+        except (OSError, RuntimeError) as error:  # too many open files or threads
+            problem = f"rank {rank} on {socket.gethostname()} cannot accept connections: {error}"
+        finish = (lambda limit_s: {}) if accepted is None else accepted.finish
         with contextlib.ExitStack() as on_error:  # another rank of an elastic job has died
-            on_error.callback(lambda: _close([*accepted.finish(0.0).values(), *sockets.values()]))
-            for peer in lower:
+            on_error.callback(lambda: _close([*finish(0.0).values(), *sockets.values()]))
+            for peer in [] if problem else lower:
                 _, there, peer_token, host = others[peer]
                 found = _connect_to_first(there, secret, peer_token, rank)
                 if isinstance(found, str):
@@ -113,7 +118,7 @@ def connect(
             problems = bootstrap.allgather_object(problem)
             on_error.pop_all()
         problem = next((text for text in problems if text), "")
-        sockets.update(accepted.finish(0.0 if problem else AUTHENTICATE_S))
+        sockets.update(finish(0.0 if problem else AUTHENTICATE_S))
     for listener in listeners:
         listener.close()
     missing = sorted(set(group) - {rank} - set(sockets))

@@ -167,14 +167,14 @@ def connect(
     size, local = len(hosts[here]), hosts[here].index(bootstrap.rank)
     node_bootstrap = bootstrap.subset(hosts[here])
     segment, windows = (
-        mmap.mmap(-1, nbytes) if size == 1 else share(node_bootstrap, nbytes)
+        _own_memory(nbytes) if size == 1 else share(node_bootstrap, nbytes)
         for nbytes in (segment_bytes(size, CHUNK_BYTES), network_bytes(size, bootstrap.size, window_bytes(hosts)))
     )
     node_bootstrap.close()
     if not all(bootstrap.allgather_object(segment is not None and windows is not None)):
         for one in sockets.values():
             one.close()
-        raise ConfigError("a node has too little shared memory for ALLRED_TRANSPORT=tcp; use ALLRED_TRANSPORT=mpi")
+        raise ConfigError("a node has too little memory for ALLRED_TRANSPORT=tcp; use ALLRED_TRANSPORT=mpi")
     assert segment is not None
     assert windows is not None
     node = SingleBackend() if memory is None else ShmBackend(local, size, memory)
@@ -182,6 +182,13 @@ def connect(
     by_host = {of_rank[rank]: one for rank, one in sockets.items()}
     names = bootstrap.allgather_object(socket.gethostname())
     return TcpBackend(bootstrap, hosts, node, segment, windows, by_host, [names[members[0]] for members in hosts])
+
+
+def _own_memory(nbytes: int) -> mmap.mmap | None:
+    try:
+        return mmap.mmap(-1, nbytes)
+    except OSError:
+        return None
 
 
 def window_bytes(hosts: list[list[int]]) -> int:

@@ -1,0 +1,410 @@
+"""The n-th failure: one call of the C library fails in one process of a job, for n = 1, 2, 3 ... until a run does not
+reach the call. failing_calls.c makes it fail.
+
+    python tests/faults/nth_failure.py                              all rows: about 40 minutes on two cores
+    python tests/faults/nth_failure.py --later                      the same; all later calls fail too
+    python tests/faults/nth_failure.py --sample                     some runs: 15 s
+    python tests/faults/nth_failure.py --only sync/rank0/mmap       rows whose name contains this text
+    python tests/faults/nth_failure.py --only sync/rank0/mmap --number 3      one run, with its output
+
+A row is a program of programs.py, the process in which the call fails (rank0, rank1, watcher, runner), and the call.
+Each run must end within the limit, either with success and right results, or with one clear error. No process and no
+file in /dev/shm may be left, and every checkpoint must be complete. A row of many calls (such as malloc)
+is sampled.
+
+outcomes.tsv has, for each row and each function of allred that makes the call, how the runs ended. The runner compares:
+an outcome that is not in the file is reported, and is an error. With --write, it is added to the file.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import dataclasses
+import errno
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/integration")]
+
+from harness import BIN, environment  # noqa: E402
+
+from allred import testing  # noqa: E402
+from allred.checkpoint.directory import list_committed, list_unfinished  # noqa: E402
+from allred.checkpoint.restore import verify  # noqa: E402
+
+TABLE = HERE / "outcomes.tsv"
+LIMIT_S = 40
+TIMEOUT_S = 12  # the limit of a wait in the job
+ERRORS = {
+    "malloc": errno.ENOMEM,
+    "mmap": errno.ENOMEM,
+    "ftruncate": errno.ENOSPC,
+    "memfd_create": errno.EMFILE,
+    "open": errno.EMFILE,
+    "read": errno.EIO,
+    "write": errno.ENOSPC,
+    "fsync": errno.EIO,
+    "rename": errno.EIO,
+    "socket": errno.EMFILE,
+    "connect": errno.ECONNRESET,
+    "accept": errno.EMFILE,
+    "send": errno.ECONNRESET,
+    "recv": errno.ECONNRESET,
+    "fork": errno.ENOMEM,
+    "pidfd_open": errno.EMFILE,
+    "thread": errno.EAGAIN,
+}
+SAMPLED = {"malloc": 8, "mmap": 20, "read": 8, "open": 20, "recv": 16, "send": 16}  # most runs of a row
+HOSTS = {"ALLRED_TRANSPORT": "tcp", "ALLRED_PRETEND_NODES": "1,1"}
+PROGRAMS = {  # the program, and its settings
+    "init": ("init", {}),
+    "shutdown": ("shutdown", {}),
+    "sync": ("sync", {}),
+    "ps": ("ps", {}),
+    "local": ("local", {}),
+    "checkpoint": ("checkpoint", {}),
+    "checkpoint_ps": ("checkpoint_ps", {}),
+    "restore": ("restore", {}),
+    "hosts_init": ("init", HOSTS),
+    "hosts_sync": ("sync", HOSTS),
+    "run": ("session", {}),
+}
+PROCESSES = {"rank0": "", "rank1": "", "watcher": "allred.watch.process", "runner": "allred run"}
+RUN = "run"  # this program is started by `allred run --restarts 1`
+
+SAMPLE = {  # a row: n. Runs that have found defects, and one of each kind
+    "hosts_init/rank0/thread": 2,
+    "hosts_init/rank0/mmap": 1,
+    "hosts_init/rank0/connect": 1,
+    "init/watcher/accept": 1,
+    "ps/rank1/mmap": 3,
+    "checkpoint/rank0/fsync": 1,
+    "restore/rank1/read": 3,
+    "hosts_sync/rank1/send": 1,
+}
+
+# Errors of Python that no program should get: a mistake in allred, not the failed call, is their cause.
+UNEXPECTED = re.compile(
+    r"^(AttributeError|TypeError|KeyError|IndexError|AssertionError|UnboundLocalError|NameError|ValueError|RuntimeError"
+    r"|SystemError|EOFError|StopIteration|struct\.error|json\.\S+|Fatal Python error.*|BufferError|Segmentation fault.*"
+    r"|_?pickle\.\S+|UnicodeDecodeError|ZeroDivisionError)(:.*)?$",
+    re.MULTILINE,
+)
+IGNORED = re.compile(r"^(Exception ignored .*|.*\(ignored\).*|\S*ResourceWarning.*)$", re.MULTILINE)
+ERROR_LINE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Timeout|Interrupt)\b.*", re.MULTILINE)
+FAILED = re.compile(r"^failed: (\S+) number (\d+) in process (\d+), called by (.*)$", re.MULTILINE)
+FRAME = re.compile(r'^  File "([^"]*)", line (\d+) in (.*)$', re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    program: str
+    process: str
+    call: str
+    later: bool = False  # all later calls fail too
+
+    def __str__(self) -> str:
+        return f"{self.program}/{self.process}/{self.call}{'+' * self.later}"
+
+
+@dataclasses.dataclass
+class Run:
+    """The n-th call failed. outcome: "" if it was not reached. where: the function of allred that called. broken: what
+    must not be."""
+
+    row: Row
+    number: int
+    outcome: str
+    where: str
+    broken: list[str]
+    text: str
+
+
+def build(directory: pathlib.Path) -> pathlib.Path:
+    """Compile the library."""
+    library = directory / "failing_calls.so"
+    words = ["cc", "-O1", "-Wall", "-Wextra", "-D_LARGEFILE64_SOURCE", "-shared", "-fPIC"]
+    subprocess.run([*words, "-o", library, HERE / "failing_calls.c", "-ldl"], check=True)
+    return library
+
+
+def has_own_shm() -> bool:
+    words = ["unshare", "-m", "sh", "-c", "mount -t tmpfs tmpfs /dev/shm"]
+    return subprocess.run(words, capture_output=True).returncode == 0
+
+
+# Runs a command with a /dev/shm of its own, and writes the names of the files that are left there after 3 s.
+_IN_OWN_SHM = """
+mount -t tmpfs tmpfs /dev/shm || exit 99
+"$@"
+code=$?
+for i in 1 2 3 4 5 6; do [ -z "$(ls -A /dev/shm)" ] && break; sleep 0.5; done
+ls -A /dev/shm > "$SHM_LEFT"
+exit $code
+"""
+
+
+def run_one(row: Row, number: int, library: pathlib.Path, templates: pathlib.Path, own_shm: bool) -> Run:
+    """Run the program once."""
+    program, settings = PROGRAMS[row.program]
+    directory = pathlib.Path(tempfile.mkdtemp(prefix="nth-", dir=templates))
+    target, report, left = directory / "checkpoints", directory / "report", directory / "left"
+    if program == "restore":
+        shutil.copytree(templates / "restore", target)
+    env = {
+        **settings, "LD_PRELOAD": str(library), "NTH_CALL": row.call, "NTH_NUMBER": str(number),
+        "NTH_ERRNO": str(ERRORS.get(row.call, 0)), "NTH_LATER": str(int(row.later)), "NTH_REPORT": str(report),
+        "NTH_RANK": row.process[4:] if row.process.startswith("rank") else "", "NTH_PROCESS": PROCESSES[row.process],
+        "SHM_LEFT": str(left), "ALLRED_TIMEOUT_S": str(TIMEOUT_S), "ALLRED_BANNER": "0",
+        "TMPDIR": str(directory),
+    }  # fmt: skip
+    python, mpirun = str(BIN["mpich"] / "python"), str(BIN["mpich"] / "mpirun")
+    words = [python, str(HERE / "programs.py"), program, str(target)]
+    if row.program == RUN:
+        words = [python, "-m", "allred", "run", "--restarts", "1", "-np", "2", *words[1:]]
+    else:
+        words = [mpirun, "-np", "2", *words]
+    if own_shm:
+        words = ["unshare", "-m", "sh", "-c", _IN_OWN_SHM, "sh", *words]
+    broken = []
+    try:
+        result = testing.run(words, LIMIT_S, environment(env), cwd=directory)
+    except TimeoutError as error:
+        result, broken = testing.Result(-1, "", str(error), LIMIT_S), ["no end within the limit"]
+    written = report.read_text() if report.exists() else ""
+    if row.call == "all":
+        return Run(row, 0, "", " ".join(re.findall("^made: (.*)$", written, re.MULTILINE)), broken, result.text)
+    reached = FAILED.search(written)
+    broken += [f"a process was left: {line}" for line in result.left]
+    names = left.read_text().split() if own_shm and left.exists() else []
+    if program == "init":  # those of MPICH may stay if a rank fails in init(): docs/assumptions.md
+        names = [name for name in names if not name.startswith("mpich_shm_")]
+    if names:
+        broken.append(f"files were left in /dev/shm: {' '.join(names)}")
+    broken += _bad_checkpoints(program, target, row.process == "rank0" and program == "checkpoint_ps")
+    outcome, more = _outcome(row, result)
+    if reached or not broken + more:
+        broken += more
+    where = _where(written) if reached else ""
+    text = f"{row} number {number}\n{written}\n{result.text}"
+    shutil.rmtree(directory, ignore_errors=True)
+    if not reached and outcome == "success":
+        outcome = ""
+    return Run(row, number, outcome, where, broken, text)
+
+
+def _where(written: str) -> str:
+    """Return the innermost function of allred in the stack; of a collective only "comm", because time decides which of
+    its functions sends."""
+    for path, _, function in FRAME.findall(written):
+        name = path.rpartition("/allred/")[2]
+        if re.match(r"comm/\w+\.py", name):
+            return "comm"
+        if name != path:
+            return f"{name}:{function}"
+    return FAILED.findall(written)[0][3].rpartition("/")[2]
+
+
+def _outcome(row: Row, result: testing.Result) -> tuple[str, list[str]]:
+    """Return a name of the outcome, and what must not be."""
+    broken = []
+    done = set(re.findall(r"^rank (\d) (?:done|raised SystemExit: 0)$", result.out, re.MULTILINE))
+    raised = dict(re.findall(r"^rank (\d) raised (?!SystemExit: 0$)(\w+)", result.out, re.MULTILINE))
+    if re.search(r"^rank \d wrong", result.out, re.MULTILINE) or "WrongResult" in result.err:
+        broken.append("a wrong result")
+    if row.call == "malloc":  # numpy and Python raise many kinds of errors then
+        pass
+    elif found := UNEXPECTED.search(result.err):
+        broken.append(f"an unexpected error: {found[0]}")
+    elif found := IGNORED.search(result.err):
+        broken.append(f"an ignored error: {found[0]}")
+    if result.code == 0:
+        if done != {"0", "1"}:
+            broken.append(f"exit code 0, but only ranks {sorted(done)} are done")
+        lines = [line for line in result.err.splitlines() if line.startswith("allred")]
+        lines = [line for line in lines if "restart 1 of 1" not in line and "ended with exit code 3" not in line]
+        warned = any(re.search("no watcher|cannot|failed|lost|has ended", line) for line in lines)
+        return "success" + " with a warning" * warned, broken
+    kinds = set(raised.values())
+    errors = "+".join(sorted(kinds - {"RemoteRankError"} or kinds)) or "no error"
+    if "CollectiveTimeout" in result.err:
+        broken.append("a wait reached its limit")
+    if not ERROR_LINE.search(result.err) and "allred" not in result.err:
+        broken.append("no error is printed")
+    chained = len(re.findall(r"^(?:During handling|The above exception)", result.err, re.MULTILINE))
+    starts = 2 if row.program == RUN else 1  # the call fails in both
+    if result.err.count("Traceback (most recent call last)") > starts + chained and not row.later:
+        broken.append("more than one traceback")
+    unaware = {"0", "1"} - done - raised.keys()
+    return f"error: {errors}" + " (a rank was ended by mpirun)" * bool(unaware), broken
+
+
+def _bad_checkpoints(program: str, target: pathlib.Path, first_may_fail: bool) -> list[str]:
+    if not target.exists():
+        return ["the checkpoint of step 1 is lost"] if program == "restore" else []
+    found = []
+    steps = list_committed(target)
+    for path in steps.values():
+        found += [f"a torn checkpoint: {problem}" for problem in verify(path)]
+    if not first_may_fail and program != "session" and 1 not in steps:
+        found.append("the checkpoint of step 1 is lost")
+    found += [f"unfinished files are left: {path}" for path in list_unfinished(target)]
+    return found
+
+
+def numbers(call: str) -> list[int]:
+    """Return which calls fail: all, or the first ones and then at growing distances."""
+    most = SAMPLED.get(call, 200)
+    if call == "malloc":
+        found = [1, 2]
+        while len(found) < most:
+            found.append(found[-1] + found[-2] if len(found) < 14 else found[-1] * 2)
+        return found
+    exact = most // 2 if call in SAMPLED else most
+    found = list(range(1, exact + 1))
+    while len(found) < most:
+        found.append(found[-1] + max(1, found[-1] // 8))
+    return found
+
+
+def run_row(
+    row: Row, library: pathlib.Path, templates: pathlib.Path, own_shm: bool, only: int | None, log: pathlib.Path | None
+) -> list[Run]:
+    """Run a row until a run does not reach the call."""
+    runs: list[Run] = []
+    for number in [only] if only else numbers(row.call):
+        run = run_one(row, number, library, templates, own_shm)
+        if not run.outcome:
+            break
+        runs.append(run)
+        if run.outcome.startswith("error") and (lines := ERROR_LINE.findall(run.text)):
+            print(f"  {row} number {number} in {run.where}: {lines[-1][:300]}", flush=True)
+        if run.broken:
+            print(f"BROKEN {row} number {number} in {run.where}: {'; '.join(run.broken)}", flush=True)
+            if log is not None:
+                with log.open("a") as file:
+                    file.write(f"##### {run.broken} {run.outcome}\n{run.text}\n")
+        if len(runs) >= 3 and all("limit" in " ".join(each.broken) for each in runs[-3:]):
+            break  # three in succession: the rest would be the same
+    return runs
+
+
+def run_rows(
+    rows: list[Row],
+    library: pathlib.Path,
+    templates: pathlib.Path,
+    own_shm: bool,
+    only: int | None,
+    log: pathlib.Path | None,
+    done: Callable[[list[Run]], object],
+) -> None:
+    """Run the rows of one program and one process, and call `done` with the runs of each."""
+    made = list(ERRORS)
+    if only is None:
+        made = run_one(dataclasses.replace(rows[0], call="all"), 1, library, templates, own_shm).where.split()
+    for row in rows:
+        if row.call in made:
+            done(run_row(row, library, templates, own_shm, SAMPLE[str(row)] if only == 0 else only, log))
+
+
+def rows(later: bool) -> list[Row]:
+    """Return all rows."""
+    found = []
+    for program in PROGRAMS:
+        for process in PROCESSES:
+            if process == "runner" and program != RUN:
+                continue
+            if process == "watcher" and program not in ("init", "sync", "hosts_init", "checkpoint", RUN):
+                continue
+            found += [Row(program, process, call, later) for call in ERRORS]
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", default=[], help="rows whose name contains one of these texts")
+    parser.add_argument("--without", action="append", default=[], help="no rows whose name contains one of these texts")
+    parser.add_argument("--number", type=int, help="one run of each row: this call")
+    parser.add_argument("--later", action="store_true", help="all later calls fail too")
+    parser.add_argument("--sample", action="store_true", help="only the runs in SAMPLE")
+    parser.add_argument("--write", action="store_true", help="add new outcomes to the table")
+    parser.add_argument("--jobs", type=int, default=2, help="jobs at the same time")
+    parser.add_argument("--log", type=pathlib.Path, help="a file for the output of all runs with broken promises")
+    options = parser.parse_args()
+    chosen = [row for row in rows(options.later) if not options.only or any(each in str(row) for each in options.only)]
+    if options.sample:
+        chosen = [row for row in chosen if str(row) in SAMPLE]
+    chosen = [row for row in chosen if not any(each in str(row) for each in options.without)]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    own_shm = has_own_shm()
+    with (
+        tempfile.TemporaryDirectory(prefix="nth-") as name,
+        concurrent.futures.ThreadPoolExecutor(options.jobs) as pool,
+    ):
+        templates = pathlib.Path(name)
+        library = build(templates)
+        _make_template(templates / "restore")
+        runs: list[Run] = []
+
+        def done(found: list[Run]) -> None:
+            runs.extend(found)
+            if found:
+                kinds = collections.Counter(run.outcome for run in found)
+                print(f"{found[0].row}: {len(found)} runs: {dict(kinds)}", flush=True)
+            if options.number and found:
+                print(found[0].outcome, found[0].broken, found[0].text)
+            if options.write:
+                TABLE.write_text("".join(f"{line}\n" for line in sorted(known() | lines(runs))))
+
+        groups: dict[tuple[str, str], list[Row]] = {}
+        for row in chosen:
+            groups.setdefault((row.program, row.process), []).append(row)
+        only = 0 if options.sample else options.number
+        given = library, templates, own_shm, only, options.log, done
+        for future in [pool.submit(run_rows, group, *given) for group in groups.values()]:
+            future.result()
+    return report(runs)
+
+
+def _make_template(target: pathlib.Path) -> None:
+    """Write the checkpoint of step 1 that program `restore` restores."""
+    words = [str(HERE / "programs.py"), "checkpoint", str(target)]
+    mpirun = BIN["mpich"] / "mpirun"
+    result = testing.mpirun(2, *words, env=environment({}), mpirun=mpirun, python=BIN["mpich"] / "python")
+    assert result.code == 0, result.text
+    shutil.rmtree(target / "step-00000002")
+
+
+def known() -> set[str]:
+    """Return the lines of the table."""
+    return set(TABLE.read_text().splitlines()) if TABLE.exists() else set()
+
+
+def lines(runs: list[Run]) -> set[str]:
+    """Return the lines of the table for these runs. Time decides whether mpirun ends a rank before it has raised."""
+    return {
+        "\t".join((*str(run.row).split("/"), run.where, run.outcome.partition(" (")[0]))
+        for run in runs
+        if not run.broken and run.row.call != "malloc"  # which allocation is the n-th changes
+    }
+
+
+def report(runs: list[Run]) -> int:
+    """Compare with the table. Return the exit code."""
+    new, broken = sorted(lines(runs) - known()), sum(bool(run.broken) for run in runs)
+    for line in new:
+        print(f"NEW {line}")
+    print(f"{len(runs)} runs; {broken} broke a promise; {len(new)} outcomes are not in {TABLE.name}")
+    return 1 if broken or new else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
