@@ -155,7 +155,7 @@ test-chaos: $(VENV_mpich)/.test $(VENV_openmpi)/.test chaos ## failure points fo
 
 soak: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## trainings with random faults for T=60 seconds, from a new seed or SEED
 	$(VENV_mpich)/bin/python tests/fuzz/soak.py --seconds $(or $(T),60) $(if $(SEED),--seed $(SEED))
-fuzz-input: $(VENV_mpich)/.atheris ## bytes of no allred process for every port and parser, for T=60 seconds, guided by coverage (installs atheris)
+fuzz-input: $(VENV_mpich)/.atheris ## random and damaged input for every port and parser, for T=60 seconds, guided by coverage (installs atheris)
 	$(VENV_mpich)/bin/python tests/fuzz/hostile.py --seconds $(or $(T),60)
 
 # Model-based tests: N scenarios from a new seed or from SEED; SURFACE="optimizers data": these surfaces only.

@@ -40,8 +40,9 @@ static row *row_of(const allred_row_table *table, size_t number) {
 
 static size_t aligned(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
-/* Memory at a multiple of 2 MiB, so that the kernel can use one page for it. It is at the end of what was mapped, where
- * the memory that was mapped before begins: the kernel then counts both as one mapping, and limits their number. */
+/* Memory at a multiple of 2 MiB, so that the kernel can use one page for it. It is at the upper end of the mapping,
+ * next to the chunk that was mapped before it: the kernel merges adjacent mappings, and limits the number of mappings.
+ */
 static char *map_chunk(size_t bytes) {
   const size_t room = bytes + CHUNK_BYTES;
   char *all = mmap(NULL, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

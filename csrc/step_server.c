@@ -8,7 +8,7 @@
 #define SPINS 40 /* then yield */
 
 /* Whether all workers but `at` have copied the first `cells` cells of the shard that their last requests give. */
-static int are_read(const allred_server_boxes *all, int at, size_t cells) {
+static int have_copied(const allred_server_boxes *all, int at, size_t cells) {
   for (int i = 0; i < all->count; i++) {
     const allred_service *service = all->services[i];
     if (i == at || service->gives_vectors) continue;
@@ -18,14 +18,14 @@ static int are_read(const allred_server_boxes *all, int at, size_t cells) {
   return 1;
 }
 
-/* Wait until `cells` cells of the request of box `at` have arrived, and the other workers have copied the first `reads`
- * cells of the shard, or the box is closed. Return whether both is so. */
+/* Wait until both hold: `cells` cells of the request of box `at` have arrived; the other workers have copied the first
+ * `reads` cells of the shard. Return 0 after the limit, or if the box is closed. */
 static int await_cells(const allred_server_boxes *all, int at, size_t cells, size_t reads, int64_t idle_limit_ns) {
   const allred_service *service = all->services[at];
   const allred_mailbox *box = all->boxes[at];
   int64_t since = 0;
   for (int spins = 0;; spins++) {
-    if (allred_service_cells(service, box) >= cells && are_read(all, at, reads)) return 1;
+    if (allred_service_cells(service, box) >= cells && have_copied(all, at, reads)) return 1;
     if (spins < SPINS) {
       allred_pause();
       continue;

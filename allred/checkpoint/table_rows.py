@@ -46,7 +46,9 @@ def tables_in(meta: dict[str, Any]) -> dict[str, Any]:
             if type(table["step"]) is not int or type(table["parts"]) is not list or not _is_base(table["base"]):
                 raise ValueError
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise CheckpointError(f"checkpoint: the tables of the manifest are not what allred writes: {found!r}") from None
+        raise CheckpointError(
+            f"checkpoint: the tables of the manifest are not what allred writes: {found!r}"[:300]
+        ) from None
     return found
 
 

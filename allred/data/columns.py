@@ -44,7 +44,7 @@ def npy(path: str | os.PathLike[str]) -> Array:
     with open(name, "rb") as file:
         head, nbytes = file.read(12), os.fstat(file.fileno()).st_size
     length = int.from_bytes(head[8:10] if head[6:7] == b"\1" else head[8:], "little")
-    if length > nbytes:  # numpy would reserve this memory
+    if head[:6] == b"\x93NUMPY" and length > nbytes:  # numpy would reserve this memory
         what = f"got {nbytes} bytes: its header has {length}"
         raise DataError(f"{name}: expected an array in numpy's .npy format, {what}")
     try:

@@ -290,7 +290,7 @@ class Embedding:
                 gradients of an id that was looked up several times are added up.
             vectors: the result of the lookup; needed if there were several since the last step.
 
-        Raises InputError: no lookup for training since the last step lacks its gradient, or the shapes differ.
+        Raises InputError: every lookup for training since the last step has its gradient already, or the shapes differ.
         """
         title = f"table {self.name!r}, gradient()"
         found = self._find(title, vectors)
@@ -331,10 +331,10 @@ class Embedding:
             raise InputError(f"the table {self.name!r} belongs to another optimizer; make a table for each")
         self.attached = optimizer
 
-    def take_gradient(self, owners: int, counts: bool) -> tuple[DistinctIds, Array]:
+    def take_gradient(self, owners: int, has_samples: bool) -> tuple[DistinctIds, Array]:
         """Return the distinct ids with a gradient since the last step, and their gradients; forget the lookups.
-        counts: whether the gradients are of any sample; else there are none."""
-        given = [each for each in self._lookups if each.gradient is not None and counts]
+        has_samples: False if the batch is empty; its gradients are then ignored."""
+        given = [each for each in self._lookups if each.gradient is not None and has_samples]
         self._lookups, self._steps = [], self._steps + 1
         if len(given) == 1:
             assert given[0].gradient is not None

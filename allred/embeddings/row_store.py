@@ -38,8 +38,8 @@ def widths(form: TableForm) -> dict[str, tuple[int, ...]]:
 
 
 class SavedRows(NamedTuple):
-    """A checkpoint of the rows. root: the directory that has it. step: the number of updates in it. partial: how many
-    checkpoints, it and those that it is based on, do not have all rows."""
+    """A checkpoint of the rows. root: the directory that has it. step: the number of updates in it. partial: the number
+    of partial checkpoints in its chain, itself included."""
 
     root: Path
     name: str
@@ -172,14 +172,12 @@ class RowStore:
     def save(self, root: Path, name: str, complete: Collection[str]) -> tuple[dict[str, Array], str]:
         """Remove the rows that have expired. Return the columns for a checkpoint, and the name of its base: "" if these
         are all rows. All processes with rows of the table choose the same base. root, name: of the checkpoint.
-        complete: the names of the checkpoints in `root`."""
+        complete: the names of the complete checkpoints of this training in `root`."""
         self.expire()
-        last, step = self._unfinished, self.optimizer.global_step
-        if last is None or last.root != root or last.name not in complete:
-            last = self._saved
-        self._saved = last
-        is_base = last is not None and last.root == root and last.name in complete and last.name < name
-        if last is None or not is_base or last.partial + 1 >= self.form.full_every:
+        known, step = [each for each in (self._unfinished, self._saved) if each is not None], self.optimizer.global_step
+        last = next((each for each in known if each.root == root and each.name in complete), None)
+        self._saved = last or self._saved
+        if last is None or last.name >= name or last.partial + 1 >= self.form.full_every:
             self._unfinished = SavedRows(root, name, step, 0)
             return self.columns(), ""
         self._unfinished = SavedRows(root, name, step, last.partial + 1)

@@ -59,10 +59,8 @@ class Connector:
             except OSError as caught:
                 error = caught
                 continue
-            if not self._secret and (user := channel.user_of_peer(found.connection)) not in (
-                None,
-                os.geteuid(),
-            ):
+            user = None if self._secret else channel.user_of_peer(found.connection)
+            if user is not None and user != os.geteuid():
                 found.close()
                 if user < 0:
                     raise ConnectionError(f"{self._at}: it has closed the connection")
@@ -180,12 +178,10 @@ def _wait(connector: Connector, where: list[SocketAddress], hello: dict[str, Any
                     raise ConfigError(str(message["refused"]))
                 if "notice" in message:
                     waiting.print_notice(str(message["notice"]))
-                if "missing" in message:
+                if isinstance(message.get("missing"), list):
                     waiting.for_whom = " and ".join(map(str, message["missing"]))
                 if "go" in message:
                     return lifeline
-    except TypeError:  # not the protocol
-        pass
     except BaseException:
         lifeline.connection.close()
         raise

@@ -192,8 +192,9 @@ class RendezvousServer:
         """Handle the new channel of a task, or of its MPI."""
         hello = messages[0]
         if not self._secret and (user := user_of_peer(channel.connection)) not in (None, os.geteuid()):
-            who = f"this task is of user {user}, but {self._first} of user {os.geteuid()}"
-            channel.send({"refused": f"{who}; set the same ALLRED_SECRET for all tasks"})
+            if user >= 0:
+                who = f"this task is of user {user}, but {self._first} of user {os.geteuid()}"
+                channel.send({"refused": f"{who}; set the same ALLRED_SECRET for all tasks"})
             return channel.close()
         if "rank" in hello:
             return self._accept_pmi(channel, hello)

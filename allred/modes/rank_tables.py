@@ -124,10 +124,11 @@ class RankTables:
 
     # Steps.
 
-    def prepare(self, communicator: Communicator, checks: MistakeChecks, problem: str, counts: bool) -> bool:
-        """Return whether the gradients of the tables of all ranks may be used. counts: whether those of this rank are
-        of any sample. Raises InputError if a rank has a problem, and NonFiniteError, on all ranks. Collective."""
-        self._gradients = [table.take_gradient(communicator.size, counts) for table in self._tables]
+    def prepare(self, communicator: Communicator, checks: MistakeChecks, problem: str, has_samples: bool) -> bool:
+        """Return whether the gradients of the tables of all ranks may be used. has_samples: False if the batch of this
+        rank is empty; its gradients are then ignored. Raises InputError if a rank has a problem, and NonFiniteError, on
+        all ranks. Collective."""
+        self._gradients = [table.take_gradient(communicator.size, has_samples) for table in self._tables]
         found: dict[str, str] = {}
         rates = []
         try:
@@ -146,8 +147,8 @@ class RankTables:
         return not any(each.note for each in fields) or checks.passes_tables(communicator, found)
 
     def commit(self, communicator: Communicator, used: bool, weight: float | None) -> None:
-        """Update the rows, if the step is used on all ranks; else forget the gradients. weight: of this rank in the
-        mean; None: 1. Collective."""
+        """Update the rows, if the step is used on all ranks; else forget the gradients. weight: the factor of this
+        rank's gradients; None means 1. Collective."""
         gradients, self._gradients = self._gradients, []
         divisor = 1.0 if self._op is ReduceOp.SUM else float(communicator.size)
         for table, (distinct, sums) in zip(self._tables, gradients, strict=True):

@@ -43,7 +43,7 @@ class ServerTables:
         return self.client
 
     def fetch(self, table: Embedding, distinct: DistinctIds, train: bool) -> Array:
-        room = arena.empty((len(distinct.positions), table.dim), table.dtype)  # each step has one size: it is reused
+        room = arena.empty((len(distinct.positions), table.dim), table.dtype)
         rows = room[: len(distinct.ids)]
         client = self._servers(table, "lookup")
         client.look_up(self._numbers[table.name], distinct.ids, distinct.counts.tolist(), rows, train)
@@ -87,12 +87,12 @@ class ServerTables:
 
     # Steps.
 
-    def take(self, sends_lr: bool, counts: bool) -> list[list[TableGradient]]:
+    def take(self, sends_lr: bool, has_samples: bool) -> list[list[TableGradient]]:
         """Return the gradients since the last step, by server and table. sends_lr: whether this worker sends learning
-        rates. counts: False if the gradients are of no sample: then none is sent."""
+        rates. has_samples: False if the batch of this worker is empty; its gradients are then ignored."""
         by_server: list[list[TableGradient]] = [[] for _ in range(self.owners)]
         for table, rate in zip(self._tables, self._rates, strict=True):
-            distinct, gradients = table.take_gradient(self.owners, counts)
+            distinct, gradients = table.take_gradient(self.owners, has_samples)
             lr = rate.value() if sends_lr else math.nan
             start = 0
             for server, count in enumerate(distinct.counts.tolist()):

@@ -410,8 +410,9 @@ class StepServer:
         /,
     ) -> tuple[int, int, int, bytes | None]:
         """Serve steps with these flags until another request arrives, or for `limit_us`. clocks: number of steps of the
-        worker of each box; None: no bound. largest_lead: of the clock of a worker that continues over the slowest. The
-        step of a worker that must wait afterwards is another request. Returns the version, the number of updates, and
+        worker of each box; None: no bound. largest_lead: how many steps a worker that
+        continues may be ahead of the slowest one. If a worker must wait after its step, the step is not served here: it
+        is returned as the other request. Returns the version, the number of updates, and
         the box and record of the other request, or -1 and None."""
 
     def take_counts(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:

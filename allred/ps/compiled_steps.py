@@ -1,8 +1,8 @@
 """Serves steps in C (csrc/step_server.h), if C has a kernel for the update of the optimizer.
 
-With policy async or bounded, and locking, a push and pull of a worker on this node is served without Python, from the
-record of its request to the reply. Python gets every other request, such as the step of a worker that must wait for
-others afterwards. The cells of a push that Python got are applied in C if they are applied at once.
+With policy async, or bounded if all workers are on this node, and with locking, a push and pull is served without
+Python, from the record of its request to the reply. Python gets every other request, such as the step of a worker that
+must wait for others afterwards. The cells of a push that Python got are applied in C if they are applied at once.
 """
 
 import math
@@ -57,7 +57,7 @@ class CompiledSteps:
     def serve(self, limit_us: int, first: int, chief: int, coordinator: Coordinator) -> "Served | None":
         """Serve requests until one is of another kind, or for `limit_us`. Return None if steps are served in Python
         now. first: the box to begin with. chief: the box of the worker whose learning rate counts; -1: none.
-        coordinator: no worker waits in it."""
+        coordinator: all its workers compute."""
         optimizer, lr, bound = self._optimizer, self._optimizer.lr, self._bound
         if not self._serves or not self._workers or recorder.current is not None:
             return None

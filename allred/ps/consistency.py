@@ -74,7 +74,7 @@ class Coordinator(abc.ABC):
         self._count(worker)
 
     def count_served(self, worker: int, number: int) -> None:
-        """Record that gradients of the worker were applied, and that it could continue each time without a wait."""
+        """Record that gradients of the worker were applied, and that the worker never had to wait."""
         self._expect("count_served", worker, "computing")
         self.accepted[worker] += number
         self.global_step += number

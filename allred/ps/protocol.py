@@ -191,7 +191,7 @@ class SetStep(ControlRequest, title="the number of the step"):
 class Save(ControlRequest):
     """Write this server's part of a checkpoint. Reply: (shard, optimizer's state, version, {table: (file with rows,
     number of updates, base)}). names: of tensors that have another name in checkpoints. extra: one more entry. name:
-    of the checkpoint. complete: names of those that exist."""
+    of the checkpoint. complete: names of the complete checkpoints with tables that this worker has written."""
 
     directory: Path
     names: dict[str, str]

@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import errno
 import hmac
+import ipaddress
 import json
 import os
 import secrets
@@ -48,23 +49,36 @@ def open_listener(host: str, backlog: int = 128) -> socket.socket:
 
 
 def user_of_peer(connection: socket.socket) -> int | None:
-    """Return the user of the process at the other end of a connection within this machine, -1 if it has closed the
-    connection; None if the kernel does not tell, as for another machine."""
-    if connection.family == socket.AF_UNIX:
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        return int(struct.unpack("3i", credentials)[1])
-    with contextlib.suppress(OSError):
-        ends = [_in_proc(connection.family, *each[:2]) for each in (connection.getpeername(), connection.getsockname())]
-        with open("/proc/net/tcp6" if connection.family == socket.AF_INET6 else "/proc/net/tcp") as file:
-            for fields in map(str.split, file):
-                if fields[1:3] == ends:
-                    return int(fields[7]) if fields[9] != "0" else -1
-    return None
+    """Return the user of the process at the other end of a TCP connection within this machine; -1 if it has closed the
+    connection, or is on this machine and not found. None if it may be on another machine, or /proc does not tell."""
+    try:
+        ends = [(ipaddress.ip_address(host), port) for host, port, *_ in _both_ends(connection)]
+    except OSError:
+        return -1
+    plain = [(getattr(host, "ipv4_mapped", None) or host, port) for host, port in ends]
+    tables = {"/proc/net/tcp6": [_in_proc(host, port, 6) for host, port in plain]}
+    if all(host.version == 4 for host, _ in plain):  # the other end may be a socket of either family
+        tables["/proc/net/tcp"] = [_in_proc(host, port, 4) for host, port in plain]
+    for name, addresses in tables.items():
+        try:
+            with open(name) as file:
+                for fields in map(str.split, file):
+                    if fields[1:3] == addresses:
+                        return int(fields[7]) if fields[9] != "0" else -1
+        except FileNotFoundError:  # no IPv6
+            continue
+        except OSError:
+            return None
+    return -1 if plain[0][0].is_loopback else None
 
 
-def _in_proc(family: int, host: str, port: int) -> str:
-    """Return an address as the kernel writes it into /proc/net/tcp."""
-    packed = socket.inet_pton(family, host)
+def _both_ends(connection: socket.socket) -> list[Any]:
+    return [connection.getpeername(), connection.getsockname()]
+
+
+def _in_proc(host: Any, port: int, version: int) -> str:
+    """Return an address as the kernel writes it into /proc/net/tcp or tcp6."""
+    packed = host.packed if host.version == version else b"\0" * 10 + b"\xff\xff" + host.packed
     return "".join(f"{word:08X}" for word in struct.unpack(f"={len(packed) // 4}I", packed)) + f":{port:04X}"
 
 
@@ -369,7 +383,8 @@ class Listener:
             peer.channel.connection.settimeout(timings.SEND_S)
             try:
                 self._admit(peer.channel, messages)
-            except Exception:  # closed, or another first message than expected
+            except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
+                # closed, or another first message than expected
                 peer.channel.close()
 
     def _authenticate(self, peer: _UnauthenticatedPeer, message: Message) -> None:

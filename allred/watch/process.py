@@ -152,7 +152,8 @@ class Watcher:
             return False
         is_past_death = now > self._last_death + timings.REPORT_DEATH_S
         if not (self._ranks or self._settings.elastic or process_state.is_alive(self._starter)):
-            return True  # no rank of this node could connect
+            # The rank that started this process has died before it connected; others may still connect.
+            self._give_up_at = min(self._give_up_at, now + timings.REPORT_DEATH_S)
         if len(self._ranks) < self._settings.ranks and now <= self._give_up_at:
             return bool(self._ranks) and is_past_death  # a rank that died in init() keeps the others from connecting
         return is_past_death or all(rank.left for rank in self._ranks.values())

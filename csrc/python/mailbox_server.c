@@ -88,13 +88,13 @@ PyObject *allred_python_mailbox_take(Mailbox *self, PyObject *const *args, Py_ss
 }
 
 PyObject *allred_python_mailbox_give(Mailbox *self, PyObject *const *args, Py_ssize_t count) {
-  const int gives_vectors = count == 2;
-  const Py_ssize_t cells = get_count(args, gives_vectors ? 1 : count, "give");
-  if (cells < 0 || !serves(self)) return NULL;
+  const int gives_vectors = count == 2 ? PyObject_IsTrue(args[1]) : 0;
+  const Py_ssize_t cells = get_count(args, count == 2 ? 1 : count, "give");
+  if (gives_vectors < 0 || cells < 0 || !serves(self)) return NULL;
   if ((size_t)cells > ALLRED_MAX_CELLS - self->service.given)
     return PyErr_Format(PyExc_ValueError, "give(%zd) makes more than %d cells in this request", cells,
                         ALLRED_MAX_CELLS);
-  self->service.gives_vectors = gives_vectors && PyObject_IsTrue(args[1]) == 1;
+  self->service.gives_vectors = gives_vectors;
   allred_service_give(&self->service, &self->box, (size_t)cells);
   Py_RETURN_NONE;
 }

@@ -20,7 +20,7 @@ typedef struct {
   char **buffers;
   allred_server_boxes all;
   uint64_t *served; /* requests of each box since `take_counts` */
-  int64_t *clocks;  /* of each worker, with a bound on their distance */
+  int64_t *clocks;  /* steps that each worker has made; for policy bounded */
   uint64_t staleness[MAX_STALENESS];
 } StepServer;
 

@@ -178,7 +178,14 @@ def watch(browser, address, directory):
 def simulated(size, step=100):
     ranks = [
         {"rank": rank, "host": f"node{rank // 8}", "role": "", "state": f"in Python at train.py:{rank % 7} (step)"}
-        | Values(step, step, 0, 0, 10 * step, step / 10, step / 20 * (rank % 5) / 5, step / 100)._asdict()
+        | Values(
+            step=step,
+            steps=step,
+            examples=10 * step,
+            seconds=step / 10,
+            waiting_s=step / 20 * (rank % 5) / 5,
+            communicating_s=step / 100,
+        )._asdict()
         for rank in range(size)
     ]
     about = {"job": "</script><b>", "mode": "sync", "starts": 1, "host": "node0", "size": size, "begun": 0.0}

@@ -1,17 +1,22 @@
-/* A library for LD_PRELOAD that makes one call of the C library fail. Variables:
-
-   NTH_CALL     the call: malloc, mmap, ftruncate, memfd_create, open, read, write, fsync, rename, socket, connect,
-   accept, send, recv, fork, pidfd_open, thread (pthread_create); or `all`: see note_made. Calls that do the same count
-   as the same: calloc as malloc, posix_fallocate as ftruncate, sendmsg as send. NTH_NUMBER   which one, from 1
-   NTH_ERRNO    the error
-   NTH_LATER    1: all later calls fail too
-   NTH_PROCESS  text in the command line of a process that counts from its first call of socket() on. Without it, a
-   process counts from its call of failing_calls_begin() on NTH_REPORT   a file. The process that has a failing call
-   appends a line and the stack of Python
-
-   Only calls by Python, its modules and allred's C extension count, not those of MPI and of the C library itself. A
-   write to stdout or stderr does not count, nor one to a pipe or an eventfd, whose disk is not full, nor mmap by the
-   allocator of Python: that is a malloc. */
+/* A library for LD_PRELOAD that makes one call of the C library fail.
+ *
+ * Variables:
+ *
+ * NTH_CALL: the call: malloc, mmap, ftruncate, memfd_create, open, read, write, fsync, rename, socket, connect, accept,
+ * send, recv, fork, pidfd_open, thread (pthread_create); or `all`: see note_made. Calls that do the same count as the
+ * same: calloc as malloc, posix_fallocate as ftruncate, sendmsg as send.
+ *
+ * NTH_NUMBER: which of these calls, from 1. NTH_ERRNO: the error. NTH_LATER=1: all later calls fail too.
+ *
+ * NTH_PROCESS: text in the command line of a process that counts from its first call of socket() on. Without it, a
+ * process counts from its call of failing_calls_begin() on.
+ *
+ * NTH_REPORT: a file, to which the process with a failing call appends a line and the stack of Python.
+ *
+ * Only calls by Python, its modules and allred's C extension count, not those of MPI and of the C library itself. A
+ * write to stdout or stderr does not count, nor one to a pipe or an eventfd, whose disk is not full, nor mmap by the
+ * allocator of Python: that is a malloc.
+ */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>

@@ -41,11 +41,9 @@ def main() -> int:
 
 def run(command: tuple[object, ...], seed: int) -> bool:
     """Run a command with these failure points. Return whether it succeeded; if not, print its output."""
-    words = list(map(str, command))
+    words = ["timeout", "-k", "5", str(LIMIT_S), *map(str, command)]
     env = {**os.environ, "CHAOS_SEED": str(seed)}
-    done = subprocess.run(
-        words, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S
-    )
+    done = subprocess.run(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     print(f"  {' '.join(words)[:100]}: {done.stdout.strip().splitlines()[-1:]}", flush=True)
     if done.returncode:
         print(f"{done.stdout}\nrepeat: {sys.argv[0]} --seed {seed}, or CHAOS_SEED={seed} {' '.join(words)}")

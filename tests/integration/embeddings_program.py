@@ -283,6 +283,29 @@ def two_directories():
     return saved["base"]
 
 
+def failed_checkpoint():
+    """A checkpoint cannot be written, in a directory that has another one of this step."""
+    from allred.ps import worker_client
+
+    table = make("users", full_every=9)
+    opt, params = distribute(table)
+    root, other = (os.path.join(ARGUMENTS["directory"], name) for name in ("root", "other"))
+    bases = []
+    for directory in (root, other, root):
+        table.lookup(ids_of(0, len(bases))[:10])
+        opt.step(params, {"w": np.ones(3, np.float32)})
+        bases.append(checkpoint.read_manifest(opt.save(directory, params)).meta["tables"]["users"]["base"])
+        if directory == other:
+            shutil.copytree(os.path.join(other, "step-00000002"), os.path.join(root, "step-00000002"))
+            commit, worker_client.checkpoint.commit = worker_client.checkpoint.commit, None
+            try:
+                opt.save(root, params)
+            except TypeError:  # None is not callable
+                bases.append("failed")
+            worker_client.checkpoint.commit = commit
+    return bases
+
+
 def prefetches():
     """Vectors that were prefetched lack one step. The memory for vectors is smaller than those of the second call."""
     table = allred.Embedding("rows", ARGUMENTS["dim"], optimizer=optim.SGD(1.0))

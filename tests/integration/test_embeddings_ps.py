@@ -79,6 +79,11 @@ def test_a_checkpoint_is_based_on_none_of_another_directory(tmp_path):
     assert run([["two_directories", {"directory": str(tmp_path)}, {}]], 1) == [""]
 
 
+def test_a_checkpoint_is_based_on_none_that_this_training_has_not_completed(tmp_path):
+    bases = run([["failed_checkpoint", {"directory": str(tmp_path)}, {}]], 1, 2)
+    assert bases == [["", "", "failed", ""]]
+
+
 def test_errors_and_settings():
     cases = [[name, {}, {}] for name in ("errors", "skips", "learning_rate", "assigned")]
     texts, skipped, rates, assigned = run(cases, 1, 2)
