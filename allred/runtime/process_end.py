@@ -5,6 +5,7 @@ leaves by os._exit. There multiprocessing calls them as finalizers, when the tar
 """
 
 import atexit
+import gc
 import sys
 import threading
 from collections.abc import Callable
@@ -20,10 +21,26 @@ _for_failure: list[Callable[[], None]] = []
 _finalizers: dict[Callable[..., object], Any] = {}  # by function
 
 
+def top_frame(ident: int) -> Any:
+    """Return the current frame of a thread of Python; None if there is none. ident: `threading.Thread.ident`.
+
+    The garbage collector is disabled meanwhile. Before Python 3.11.9, sys._current_frames() holds a lock of the
+    interpreter while it allocates. A collection there may let other threads run; one that ends needs the same lock, and
+    the process hangs (https://github.com/python/cpython/issues/106883).
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(ident)
+    finally:
+        if collects:
+            gc.enable()
+
+
 def is_forked_child() -> bool:
     """Return whether this process is a forked child of multiprocessing, which leaves by os._exit: its stack begins in
     these modules."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = top_frame(threading.main_thread().ident or 0)
     while frame is not None:
         if frame.f_globals.get("__name__") in _FORKING:
             return True

@@ -26,6 +26,7 @@ from torch._C import _distributed_c10d
 from allred import world
 from allred.comm.work import Work
 from allred.errors import AllredError, CollectiveTimeout, InputError, RanksChanged
+from allred.runtime.process_end import top_frame
 from allred.torch.optimizer_hooks import uncompiled
 from allred.watch import exit_callbacks
 
@@ -355,7 +356,7 @@ def _complete(taken: _TakenFuture, asleep: Collection[int]) -> bool:
     if work is None or not work.parts:
         return True
     is_asleep = taken.thread in asleep
-    frame = sys._current_frames().get(taken.ident) if is_asleep else None
+    frame = top_frame(taken.ident) if is_asleep else None
     is_busy = frame is not None and (
         (taken.in_backward and frame.f_code is _BACKWARD_CODE)
         or frame.f_globals.get("__name__", "").startswith("allred.")
