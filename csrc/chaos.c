@@ -8,7 +8,7 @@
 #include <string.h>
 #include <time.h>
 
-#define LONG_PAUSE_SHARE 256 /* one of so many pauses takes milliseconds */
+#define LONG_PAUSE_SHARE 256 /* one pause in 256 takes up to 10 ms */
 
 static uint64_t mix(uint64_t state) {
   state = (state ^ state >> 30) * 0xbf58476d1ce4e5b9u;

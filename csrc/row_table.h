@@ -90,7 +90,7 @@ size_t allred_row_table_update_mean(allred_row_table *, const allred_row_table *
 /* Remove all rows, and the counts of ids without a row. The memory is kept. */
 void allred_row_table_clear(allred_row_table *);
 
-/* Remove the rows that were last used before `step`, and free their memory, but not that of the index. The numbers of
+/* Remove the rows that were last used before `step`, and free their memory. The index keeps its size. The numbers of
  * other rows change. Return the number of removed rows. */
 size_t allred_row_table_remove_older(allred_row_table *, uint32_t step);
 
