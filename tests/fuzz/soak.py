@@ -7,7 +7,7 @@ named      another exit code, and a line that names the cause after the fault: t
 ended      the launcher was killed; all its processes have ended too
 silent     anything else: a wrong result, a hang, processes that are left, an end without a cause. There must be none
 
-The seed is printed before the training starts; `--seed N` repeats it. Cuts of links require root.
+The seed is printed before the training starts; `--seed N` repeats it. Cuts of links and full disks require root.
 """
 
 import argparse
@@ -26,6 +26,7 @@ import tempfile
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -62,12 +63,16 @@ TRAININGS = [
     Training("ps bounded", "plain", 3, {**PS, "ALLRED_CONSISTENCY": "bounded"}, 1),
     Training("ps sync", "plain", 4, {**PS, "ALLRED_CONSISTENCY": "sync"}, 2),
     Training("torch", "torch", 2, {}),
+    Training("torch DDP", "ddp", 2, {}),
+    Training("session", "session", 3, {}),
     Training("run --restarts", "session", 2, {}, launcher="restarts", recovers=True),
     Training("run --elastic", "session", 3, {}, launcher="elastic", recovers=True),
     Training("two hosts", "plain", 4, {}, launcher="hosts"),
 ]
 FAULTS = ("none", "kill", "kill", "kill", "stop", "stop", "hang", "launcher")
 OF_HOSTS = ("cut", "cut and repair")
+OF_DISKS = ("disk full", "disk full and freed")
+DISK_BYTES = 1 << 20
 
 
 class Job(NamedTuple):
@@ -92,15 +97,27 @@ class End(NamedTuple):
 def job_of(seed: int) -> Job:
     chance = random.Random(seed)
     training = chance.choice(TRAININGS)
-    fault = chance.choice((*FAULTS, *OF_HOSTS * 3) if training.launcher == "hosts" else FAULTS)
+    more = OF_HOSTS * 3 if training.launcher == "hosts" else OF_DISKS if training.kind == "session" else ()
+    fault = chance.choice((*FAULTS, *more))
     return Job(seed, training, fault, chance.randrange(training.ranks), chance.random(), chance.uniform(0.2, 2.0))
 
 
-def is_possible(training: Training) -> bool:
-    """Whether this machine has torch, or makes namespaces, if the training needs it."""
-    if training.kind == "torch":
+def is_possible(job: Job) -> bool:
+    """Whether this machine has torch, or makes namespaces and mounts disks, if the job needs it."""
+    if job.training.kind in ("torch", "ddp"):
         return importlib.util.find_spec("torch") is not None
-    return training.launcher != "hosts" or os.geteuid() == 0
+    return os.geteuid() == 0 or (job.training.launcher != "hosts" and job.fault not in OF_DISKS)
+
+
+@contextlib.contextmanager
+def small_disk(path: pathlib.Path) -> Iterator[None]:
+    """Mount a file system of DISK_BYTES at `path`."""
+    path.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", path], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", path], check=True)
 
 
 class Process:
@@ -141,11 +158,13 @@ def play(job: Job) -> End:
         if job.fault in TIMEOUT_S:
             env["ALLRED_TIMEOUT_S"] = TIMEOUT_S[job.fault]
         own_hosts = stack.enter_context(hosts(2, directory)) if training.launcher == "hosts" else None
+        if job.fault in OF_DISKS:
+            stack.enter_context(small_disk(directory / "checkpoints"))
         run = [BIN["mpich"] / "python", "-m", "allred", "run", "-np", training.ranks]
         if own_hosts is not None:
             words = own_hosts.command("mpich", [2, 2], *program)
         elif training.launcher in ("restarts", "elastic"):
-            words = [*run, *(["--restarts", 9] if training.launcher == "restarts" else ["--elastic"]), *program]
+            words = [*run, *(["--restarts", 3] if training.launcher == "restarts" else ["--elastic"]), *program]
         else:
             where = BIN[training.launcher]
             words = [where / "mpirun", "-np", training.ranks, where / "python", *program]
@@ -193,6 +212,14 @@ def strike(job: Job, process: Process, directory: pathlib.Path, own_hosts: objec
             if job.fault == "cut and repair":
                 time.sleep(job.stopped_s)
                 own_hosts.set_link(1, "up")
+        elif job.fault in OF_DISKS:
+            filler = directory / "checkpoints" / "filler"
+            with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+            if job.fault == "disk full and freed":
+                time.sleep(job.stopped_s)
+                filler.unlink()
 
 
 def expected(training: Training) -> np.ndarray:
@@ -201,7 +228,8 @@ def expected(training: Training) -> np.ndarray:
     workers = training.ranks - training.servers
     counts = [np.bincount(numbers_of(rank, step), minlength=ROWS) for rank in range(workers) for step in range(STEPS)]
     total = np.sum(counts, axis=0).astype(float)
-    return total / workers if training.env.get("ALLRED_CONSISTENCY") == "sync" else total
+    is_mean = training.kind == "ddp" or training.env.get("ALLRED_CONSISTENCY") == "sync"
+    return total / workers if is_mean else total
 
 
 def causes(job: Job) -> str:
@@ -211,6 +239,7 @@ def causes(job: Job) -> str:
         "kill": rf"{rank}.* killed by signal 9",
         "hang": rf"{rank}.*(stopped|has not|made no|silent)|waits? for .*{rank}",
         "cut": r"host \S+ \(ranks? [\d-]+\).*(lost|unreachable|no answer)",
+        **dict.fromkeys(OF_DISKS, r"checkpoints.*No space left on device"),
     }.get(job.fault, r"(?!)")
 
 
@@ -269,7 +298,7 @@ def main() -> int:
     while seed == given.seed or time.monotonic() - start < given.seconds:
         job = job_of(seed)
         seed += 1
-        if not is_possible(job.training):
+        if not is_possible(job):
             print(f"{job}: not possible here")
             continue
         print(job, end=": ", flush=True)

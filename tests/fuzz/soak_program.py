@@ -2,7 +2,7 @@
 repeated update is a wrong number.
 
 KIND plain: a loop in mode sync or ps; each rank adds its own numbers in each step. KIND session: a session with
-checkpoints, each sample once in each epoch. KIND torch: a hooked optimizer of torch.
+checkpoints, each sample once in each epoch. KIND torch: a hooked optimizer of torch. KIND ddp: the DDP of torch.
 
 Each rank writes its process number into DIRECTORY/pid-START-WORLD_RANK, and the first one its result into
 DIRECTORY/result.
@@ -82,5 +82,24 @@ def torch(directory, steps):
     write_result(directory, seen.detach().numpy())
 
 
+def ddp(directory, steps):
+    import torch
+
+    torch.distributed.init_process_group("allred")
+    leave_pid(directory)
+    model = torch.nn.Linear(ROWS, 1, bias=False, dtype=torch.float64)
+    torch.nn.init.zeros_(model.weight)
+    parallel = torch.nn.parallel.DistributedDataParallel(model)
+    opt = torch.optim.SGD(model.parameters(), lr=1.0)
+    for step in range(steps):
+        time.sleep(PAUSE_S)
+        counts = torch.bincount(torch.from_numpy(numbers_of(allred.rank(), step)), minlength=ROWS)
+        opt.zero_grad()
+        (-parallel(counts.double())).sum().backward()
+        opt.step()
+    write_result(directory, model.weight.detach().numpy()[0])
+    torch.distributed.destroy_process_group()
+
+
 if __name__ == "__main__":
-    {"plain": plain, "session": session, "torch": torch}[sys.argv[1]](pathlib.Path(sys.argv[2]), int(sys.argv[3]))
+    {"plain": plain, "session": session, "torch": torch, "ddp": ddp}[sys.argv[1]](pathlib.Path(sys.argv[2]), int(sys.argv[3]))
