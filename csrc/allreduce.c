@@ -331,10 +331,11 @@ static void repeat_weighted(allred_operation *op) {
 void allred_count_samples(allred_operation *op) {
   static const allred_transfer discarded_round = {.next = repeat_weighted};
   int differ = 0;
-  for (int rank = 0; rank < allred_operation_ranks(op); rank++) {
-    const uint64_t samples = allred_operation_header(op, rank)->note;
-    op->samples += samples;
-    differ |= samples != op->header.note;
+  const allred_header *header;
+  uint64_t ranks;
+  for (int run = 0; (header = allred_header_run(op->segment, op->number, run, &ranks)); run++) {
+    op->samples += ranks * header->note;
+    differ |= header->note != op->header.note;
   }
   if (!differ || op->op != ALLRED_AVERAGE) return;
   op->weighted = 1;

@@ -57,7 +57,7 @@ static void seek(allred_operation *op, uint64_t line) {
 }
 
 static double weight_of(const allred_operation *op, int rank) {
-  return allred_weight(op, allred_operation_header(op, rank));
+  return allred_weight(op, allred_segment_header(op->segment, rank, op->number));
 }
 
 /* Multiply the numbers of each rank by its weight, and reduce them: as the kernel does, in the order of the ranks. */

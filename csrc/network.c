@@ -13,20 +13,52 @@ static allred_network *network_of(const allred_operation *op) { return op->segme
 
 static int all_ranks(const allred_network *network) { return network->first_rank[network->hosts]; }
 
-/* ---- the board: for each of two operations, the headers of all ranks, then the sum */
+/*
+ * ---- the board: for each of two operations, headers, then the sum. Headers are runs, in the order of the hosts: of
+ * consecutive ranks with equal headers there is one. So an operation of many ranks exchanges few bytes.
+ */
 
-static size_t board_bytes(int ranks) { return (size_t)ranks * sizeof(allred_header) + ALLRED_SMALL_BYTES; }
+typedef struct {
+  uint64_t ranks;
+  allred_header header;
+} run;
 
-static char *board(const allred_network *network, uint64_t operation) {
-  return network->memory + (operation & 1) * board_bytes(all_ranks(network));
+typedef struct {
+  uint64_t count; /* of runs, which follow: at most one for each rank */
+  char unused[ALLRED_LINE - sizeof(uint64_t)];
+} board_head;
+
+static size_t board_bytes(int ranks) {
+  return sizeof(board_head) + allred_round_up((size_t)ranks * sizeof(run), ALLRED_LINE) + ALLRED_SMALL_BYTES;
 }
 
-allred_header *allred_board_header(const allred_segment *segment, int rank, uint64_t operation) {
-  return (allred_header *)(void *)board(segment->network, operation) + rank;
+static board_head *board(const allred_network *network, uint64_t operation) {
+  return (board_head *)(void *)(network->memory + (operation & 1) * board_bytes(all_ranks(network)));
+}
+
+static run *board_runs(const allred_network *network, uint64_t operation) {
+  return (run *)(void *)(board(network, operation) + 1);
 }
 
 static char *board_sum(const allred_network *network, uint64_t operation) {
-  return board(network, operation) + (size_t)all_ranks(network) * sizeof(allred_header);
+  return (char *)board(network, operation) + board_bytes(all_ranks(network)) - ALLRED_SMALL_BYTES;
+}
+
+static void append_run(const allred_network *network, uint64_t operation, const run *next) {
+  board_head *head = board(network, operation);
+  run *runs = board_runs(network, operation);
+  if (head->count && memcmp(&runs[head->count - 1].header, &next->header, sizeof next->header) == 0)
+    runs[head->count - 1].ranks += next->ranks;
+  else
+    runs[head->count++] = *next;
+}
+
+static const allred_header *header_run(const allred_segment *segment, uint64_t operation, int index, uint64_t *ranks) {
+  const allred_network *network = segment->network;
+  if ((uint64_t)index == board(network, operation)->count) return NULL;
+  const run *found = board_runs(network, operation) + index;
+  *ranks = found->ranks;
+  return &found->header;
 }
 
 size_t allred_network_bytes(int local_ranks, int ranks, size_t window_bytes) {
@@ -34,55 +66,21 @@ size_t allred_network_bytes(int local_ranks, int ranks, size_t window_bytes) {
          (size_t)local_ranks * (ALLRED_WINDOWS * window_bytes + 4096); /* a page of counters */
 }
 
-/*
- * ---- messages
- *
- * If the number of hosts is a power of two, messages are exchanged by recursive doubling: in round r with the host
- * whose number differs in bit r. After it, 2**(r + 1) hosts have the headers and the sum of all of them. Otherwise
- * there is one round, in which each host sends its message to all others.
- */
+/* ---- messages, in rounds (network_schedule.h) */
 
-static int doubles(const allred_network *network) { return (network->hosts & (network->hosts - 1)) == 0; }
-
-typedef struct {
-  int first, end; /* hosts */
-} group;
-
-/* The hosts whose headers and sum a host has before a round. */
-static group group_of(const allred_network *network, int host, int round) {
-  if (!doubles(network)) return (group){host, host + 1};
-  const int first = host >> round << round;
-  return (group){first, first + (1 << round)};
-}
-
-static size_t header_bytes(const allred_network *network, group hosts) {
-  return (size_t)(network->first_rank[hosts.end] - network->first_rank[hosts.first]) * sizeof(allred_header);
-}
-
-static int is_peer(const allred_network *network, int host) {
-  return host != network->host && (!doubles(network) || host == (network->host ^ 1 << network->round));
-}
-
-static int is_last_round(const allred_network *network) {
-  return !doubles(network) || 2 << network->round == network->hosts;
-}
-
-static size_t largest_message(const allred_network *network) {
-  size_t most = 0;
-  for (int host = 0; host < network->hosts; host++) {
-    const size_t headers = header_bytes(network, group_of(network, host, 0));
-    if (headers > most) most = headers;
-  }
-  if (doubles(network)) most = header_bytes(network, (group){0, network->hosts});
-  return sizeof(message_head) + most + ALLRED_SMALL_BYTES;
+/* Return the ranks whose headers are in the message of a host in this round. */
+static uint64_t ranks_in_message(const allred_network *network, int host) {
+  const allred_host_range hosts = allred_hosts_in_message(&network->schedule, host, network->round);
+  return (uint64_t)(network->first_rank[hosts.end] - network->first_rank[hosts.first]);
 }
 
 size_t allred_message_bytes(const allred_network *network) {
-  return allred_round_up(largest_message(network), ALLRED_LINE);
+  return allred_round_up(sizeof(message_head) + (size_t)all_ranks(network) * sizeof(run) + ALLRED_SMALL_BYTES,
+                         ALLRED_LINE);
 }
 
-static char *received(const allred_network *network, int host) {
-  return network->received + (doubles(network) ? 0 : (size_t)host * allred_message_bytes(network));
+static char *received(const allred_network *network, int place) {
+  return network->received + (size_t)place * allred_message_bytes(network);
 }
 
 static message_head head_of(const char *message) {
@@ -95,13 +93,25 @@ static size_t length_of(const char *message) {
   return sizeof(message_head) + head_of(message).headers + head_of(message).data;
 }
 
-/* Whether a peer's message fits, and has one header of each rank of its group. */
-static int is_valid(const allred_network *network, int host, const char *message) {
-  return head_of(message).headers == header_bytes(network, group_of(network, host, network->round)) &&
-         head_of(message).data <= ALLRED_SMALL_BYTES;
+static const char *data_of(const char *message) { return message + sizeof(message_head) + head_of(message).headers; }
+
+/* Whether a peer's message fits. */
+static int fits(const allred_network *network, int host, const char *message) {
+  const message_head head = head_of(message);
+  return head.headers % sizeof(run) == 0 && head.headers / sizeof(run) <= ranks_in_message(network, host) &&
+         head.data <= ALLRED_SMALL_BYTES;
 }
 
-static const char *data_of(const char *message) { return message + sizeof(message_head) + head_of(message).headers; }
+/* Whether a message has the headers of all its ranks. */
+static int is_valid(const allred_network *network, int host, const char *message) {
+  uint64_t ranks = 0;
+  run next;
+  for (size_t at = sizeof(message_head); at < sizeof(message_head) + head_of(message).headers; at += sizeof next) {
+    memcpy(&next, message + at, sizeof next);
+    ranks += next.ranks;
+  }
+  return ranks == ranks_in_message(network, host);
+}
 
 static size_t sum_bytes(const allred_operation *op) {
   if (!op->data_bytes) return 0;
@@ -112,9 +122,10 @@ static size_t sum_bytes(const allred_operation *op) {
 static void write_own(allred_operation *op) {
   const allred_network *network = network_of(op);
   const void *sources[ALLRED_MAX_RANKS];
+  board(network, op->number)->count = 0;
   for (int rank = 0; rank < op->segment->ranks; rank++) {
-    *allred_board_header(op->segment, network->first_rank[network->host] + rank, op->number) =
-        *allred_segment_header(op->segment, rank, op->number);
+    const run one = {1, *allred_segment_header(op->segment, rank, op->number)};
+    append_run(network, op->number, &one);
     sources[rank] = allred_operation_chunk(op, rank);
   }
   if (!op->data_bytes) return;
@@ -128,78 +139,89 @@ static void write_own(allred_operation *op) {
 /* Write the message of a round: what the board has. */
 static void write_message(allred_operation *op) {
   allred_network *network = network_of(op);
-  const group hosts = group_of(network, network->host, network->round);
-  const message_head head = {header_bytes(network, hosts), sum_bytes(op)};
+  const message_head head = {board(network, op->number)->count * sizeof(run), sum_bytes(op)};
   char *at = network->message;
   memcpy(at, &head, sizeof head), at += sizeof head;
-  memcpy(at, allred_board_header(op->segment, network->first_rank[hosts.first], op->number), head.headers);
+  memcpy(at, board_runs(network, op->number), head.headers);
   memcpy(at + head.headers, board_sum(network, op->number), head.data);
   memset(network->moved, 0, 2 * (size_t)network->hosts * sizeof *network->moved);
 }
 
-/* Return whether anything was moved. complete: whether this was the last of it. */
-static int move_messages(allred_network *network, int *complete) {
-  const size_t all = length_of(network->message);
-  int any = 0;
-  *complete = 1;
-  for (int host = 0; host < network->hosts; host++) {
-    size_t *sent = &network->moved[host], *got = &network->moved[network->hosts + host], bytes;
-    if (!is_peer(network, host)) continue;
-    while (*sent < all && (bytes = allred_send_some(network, host, network->message + *sent, all - *sent)) > 0)
-      *sent += bytes, any = 1;
-    char *message = received(network, host);
-    for (;;) {
-      const int has_head = *got >= sizeof(message_head);
-      if (has_head && !is_valid(network, host, message)) {
-        network->lost = 1 + host;
-        break;
-      }
-      const size_t wanted = has_head ? length_of(message) : sizeof(message_head);
-      if (has_head && *got == wanted) break;
-      if (!(bytes = allred_receive_some(network, host, message + *got, wanted - *got))) break;
-      *got += bytes, any = 1;
+/* Send to a host, and receive from it, what can be moved now. Return whether anything was. */
+static int move_message(allred_network *network, allred_message_round peers, int place, int *complete) {
+  const int host = peers.hosts[place];
+  const size_t all = peers.sends ? length_of(network->message) : 0;
+  size_t *sent = &network->moved[host], *got = &network->moved[network->hosts + host], bytes;
+  char *message = received(network, place);
+  int any = 0, has_all = !peers.receives;
+  while (*sent < all && (bytes = allred_send_some(network, host, network->message + *sent, all - *sent)) > 0)
+    *sent += bytes, any = 1;
+  while (!has_all) {
+    const int has_head = *got >= sizeof(message_head);
+    const size_t wanted = has_head ? length_of(message) : sizeof(message_head);
+    if (has_head && (!fits(network, host, message) || (*got == wanted && !is_valid(network, host, message)))) {
+      network->lost = 1 + host;
+      break;
     }
-    *complete &=
-        network->lost != 1 + host && *sent == all && *got >= sizeof(message_head) && *got == length_of(message);
+    has_all = has_head && *got == wanted;
+    if (has_all || !(bytes = allred_receive_some(network, host, message + *got, wanted - *got))) break;
+    *got += bytes, any = 1;
   }
+  *complete &= *sent == all && has_all;
   return any;
 }
 
-/* Add the messages of a round to the board. If sizes differ, headers do too, and no sum is used. */
-static void read_messages(allred_operation *op) {
+static int move_messages(allred_network *network, allred_message_round peers, int *complete) {
+  int any = 0;
+  *complete = 1;
+  for (int place = 0; place < peers.count; place++)
+    if (peers.hosts[place] != network->host) any |= move_message(network, peers, place, complete);
+  return any;
+}
+
+/* Write to the board what the messages of a round have. If sizes differ, headers do too, and no sum is used. */
+static void read_messages(allred_operation *op, allred_message_round peers) {
   allred_network *network = network_of(op);
-  const void *sums[ALLRED_MAX_HOSTS];
-  int count = 0, agree = 1;
-  for (int host = 0; host < network->hosts; host++) {
-    const char *message = host == network->host ? network->message : received(network, host);
-    if (host != network->host && !is_peer(network, host)) continue;
-    const group hosts = group_of(network, host, network->round);
-    memcpy(allred_board_header(op->segment, network->first_rank[hosts.first], op->number),
-           message + sizeof(message_head), head_of(message).headers);
-    sums[count++] = data_of(message);
+  const void *sums[ALLRED_MAX_RADIX];
+  int agree = 1;
+  if (!peers.receives) return;
+  board(network, op->number)->count = 0;
+  for (int place = 0; place < peers.count; place++) {
+    const char *message = peers.hosts[place] == network->host ? network->message : received(network, place);
+    run next;
+    for (const char *at = message + sizeof(message_head); at < data_of(message); at += sizeof next) {
+      memcpy(&next, at, sizeof next);
+      append_run(network, op->number, &next);
+    }
+    sums[place] = data_of(message);
     agree &= head_of(message).data == sum_bytes(op);
   }
   if (!op->data_bytes || !agree) return;
-  const int dtype = allred_sum_dtype(op->chunk_dtype);
-  const int operator = op->op == ALLRED_AVERAGE && !is_last_round(network) ? ALLRED_SUM : op->op;
-  allred_reduce_kernel(op->variant, dtype, operator)(board_sum(network, op->number), sums, count,
-                                                     sum_bytes(op) / allred_dtype_bytes(dtype), op->divisor);
+  const int dtype = allred_sum_dtype(op->chunk_dtype),
+            completes = allred_completes_sum(&network->schedule, network->round);
+  const int operator = op->op == ALLRED_AVERAGE && !completes ? ALLRED_SUM : op->op;
+  if (peers.count == 1)
+    memcpy(board_sum(network, op->number), sums[0], sum_bytes(op));
+  else
+    allred_reduce_kernel(op->variant, dtype, operator)(board_sum(network, op->number), sums, peers.count,
+                                                       sum_bytes(op) / allred_dtype_bytes(dtype), op->divisor);
 }
 
 static int exchange_messages(allred_operation *op, char *chunk) {
   allred_network *network = network_of(op);
   int complete = 0;
   if (op->segment->rank > 0) return ALLRED_DONE;
+  const allred_message_round peers = allred_round_of_messages(&network->schedule, network->round);
   if (network->stage == BEGIN) {
     if (network->round == 0) write_own(op);
     write_message(op);
     network->stage = EXCHANGE;
   }
-  const int any = move_messages(network, &complete);
+  const int any = move_messages(network, peers, &complete);
   if (!complete) return any ? ALLRED_PROGRESSED : ALLRED_PENDING;
-  read_messages(op);
+  read_messages(op, peers);
   network->stage = BEGIN;
-  const int is_last = is_last_round(network);
+  const int is_last = network->round + 1 == allred_message_rounds(&network->schedule);
   network->round = is_last ? 0 : network->round + 1;
   return is_last ? ALLRED_DONE : ALLRED_PROGRESSED;
 }
@@ -262,8 +284,8 @@ static int is_small(const allred_operation *op) {
     bytes += op->tensors[i].bytes;
   }
   const size_t sum = bytes / allred_dtype_bytes(dtype) * allred_dtype_bytes(allred_sum_dtype(dtype));
-  const size_t times = doubles(network_of(op)) ? 1 : (size_t)network_of(op)->hosts - 1;
-  return bytes && bytes <= op->segment->chunk_bytes && sum <= ALLRED_SMALL_BYTES / times;
+  const int radix = allred_largest_radix(&network_of(op)->schedule);
+  return bytes && bytes <= op->segment->chunk_bytes && sum <= ALLRED_SMALL_BYTES / (size_t)(radix - 1);
 }
 
 static void begin(allred_operation *op) {
@@ -279,10 +301,4 @@ static void begin(allred_operation *op) {
   op->transfer = op->is_inline ? &headers_then_windows : &small;
 }
 
-static int ranks(const allred_operation *op) { return all_ranks(network_of(op)); }
-
-static const allred_header *header(const allred_operation *op, int rank) {
-  return allred_board_header(op->segment, rank, op->number);
-}
-
-const allred_across allred_across_hosts = {begin, ranks, header, allred_network_wait};
+const allred_across allred_across_hosts = {begin, header_run, allred_network_wait};

@@ -23,9 +23,11 @@
  *   1  fill          copy tensors into this rank's window; count it as filled
  *   2  sum           when all ranks of the host have filled a window, rank i < slices sums slice i of it, in its own
  *                    window
- *   3  cross         rank i sums slice i over the hosts, in a ring: in hosts - 1 steps each host sends one block of the
+ *   3  cross         rank i sums slice i over the hosts. In a ring: in hosts - 1 steps each host sends one block of the
  *                    slice to the next host, which adds its own numbers; in hosts - 1 further steps complete blocks
- *                    pass round. A byte is sent as soon as it is received and added. Count the window as crossed
+ *                    pass round. A byte is sent as soon as it is received and added. An allreduce of few bytes takes
+ *                    the steps of network_schedule.h, whose number grows with the logarithm of the hosts. Count the
+ *                    window as crossed
  *   4  drain         when ranks 0 to slices - 1 have counted a window as crossed, copy its slices into the tensors;
  *                    count it as drained
  *
@@ -47,17 +49,18 @@
  *   3  The board has two places, used in turn by operations, as inline slots (operation.h).
  *
  * Sums within a host have the order of its ranks. A block is summed over the hosts in the order of the ring, from the
- * host that sends it first; a small sum in an order that depends on the number of hosts only. Both orders are fixed, so
- * results are the same on all ranks, and from run to run. 16-bit floats are summed in float32, and rounded once.
+ * host that sends it first, or in the order of the schedule; a small sum in an order that depends on the number of
+ * hosts only. These orders are fixed, and one host sums each block for all, so results are the same on all ranks, and
+ * from run to run. 16-bit floats are summed in float32, and rounded once.
  *
  * Messages carry their length; windows do not, because all ranks know it from the agreed headers.
  */
 #ifndef ALLRED_NETWORK_H
 #define ALLRED_NETWORK_H
 
+#include "network_schedule.h"
 #include "operation.h"
 
-#define ALLRED_MAX_HOSTS 1024
 #define ALLRED_WINDOWS 4
 #define ALLRED_SMALL_BYTES ((size_t)16384) /* data of a message */
 
@@ -65,34 +68,37 @@ typedef struct {
   uint64_t window;
   int step;
   size_t offset;
-} allred_ring_position;
+} allred_step_position;
 
 typedef struct allred_network {
-  int hosts, host;       /* number of hosts; this one */
-  int slices;            /* ranks of each host that have connections: 0 to slices - 1 */
-  const int *first_rank; /* hosts + 1 prefix sums of the hosts' numbers of ranks */
-  const int *order;      /* the ranks in the order of the hosts, as callers count them */
-  const int *sockets;    /* by host, nonblocking; -1 for this host; NULL on ranks without connections */
-  short *events;         /* by host: the poll events that this rank waits for */
-  int lost;              /* 1 + the first host whose connection was lost; 0: none */
-  char *memory;          /* shared by the ranks of the host, zeros, aligned to a page: allred_network_bytes */
-  size_t window_bytes;   /* a multiple of ALLRED_LINE: at least allred_least_window_bytes */
-  uint64_t windows;      /* of all operations so far; the same on all ranks */
+  int hosts, host; /* number of hosts; this one */
+  allred_schedule schedule;
+  size_t recursive_bytes; /* up to this many bytes of its slice of a window, an allreduce takes the recursive steps */
+  int slices;             /* ranks of each host that have connections: 0 to slices - 1 */
+  const int *first_rank;  /* hosts + 1 prefix sums of the hosts' numbers of ranks */
+  const int *order;       /* the ranks in the order of the hosts, as callers count them */
+  const int *sockets;     /* by host, nonblocking; -1 for this host; NULL on ranks without connections */
+  short *events;          /* by host: the poll events that this rank waits for */
+  int lost;               /* 1 + the first host whose connection was lost; 0: none */
+  char *memory;           /* shared by the ranks of the host, zeros, aligned to a page: allred_network_bytes */
+  size_t window_bytes;    /* a multiple of ALLRED_LINE: at least allred_least_window_bytes */
+  uint64_t windows;       /* of all operations so far; the same on all ranks */
   /* the operation under way */
   int stage, round;     /* of the exchange of messages */
   char *message;        /* of this host: allred_message_bytes() */
-  char *received;       /* of each host, the same bytes; if messages are doubled, of one */
+  char *received;       /* of each host of a round: ALLRED_MAX_RADIX times as many bytes */
   size_t *moved;        /* by host: bytes sent, then bytes received: 2 * hosts */
   char *scratch;        /* ALLRED_SCRATCH_BYTES: bytes received that are not added yet */
   size_t scratch_bytes; /* that it holds */
   char *compressed;     /* of compressed allreduces: allred_compressed_bytes() */
   const struct allred_window_kind *kind;
+  int is_recursive; /* windows pass in the steps of the schedule; else in those of the ring */
   uint64_t filled, summed, crossed, drained;
   size_t passed;         /* of an allreduce: numbers in the windows that are filled */
   uint64_t last;         /* of a reducescatter or allgather: the window behind its last one */
   uint64_t *host_starts; /* likewise: hosts + 1 prefix sums of the bytes of the hosts in windows */
   allred_window table[ALLRED_WINDOWS];
-  allred_ring_position out, in;
+  allred_step_position out, in;
 } allred_network;
 
 #define ALLRED_SCRATCH_BYTES ((size_t)1 << 18)
@@ -111,9 +117,6 @@ extern const allred_across allred_across_hosts;
  * receive: where the data for and from each host lies in `from` and `to`, as pairs of offset and bytes. */
 void allred_begin_host_exchange(allred_operation *op, allred_segment *segment, const char *from, char *to,
                                 const uint64_t *send, const uint64_t *receive);
-
-/* Return a rank's header of an operation on the board; ranks count in the order of the hosts. */
-allred_header *allred_board_header(const allred_segment *segment, int rank, uint64_t operation);
 
 /* network_links.c: move bytes without waiting. Return the bytes moved: 0 if none can be moved now, and
  * always 0 after the connection was lost. */

@@ -53,7 +53,7 @@ static part part_of(size_t bytes, int parts, int index) {
 
 static const struct allred_window_kind *kind_of(const allred_operation *op) { return network_of(op)->kind; }
 
-static int cross_ring(allred_operation *op);
+static int cross_in_steps(allred_operation *op);
 
 static allred_reduce kernel_of(const allred_operation *op, int dtype, int is_last) {
   const int operator = op->op == ALLRED_AVERAGE && !is_last ? ALLRED_SUM : op->op;
@@ -77,9 +77,10 @@ static part slice_of(const allred_operation *op, uint64_t number, int slice) {
   return part_of(window(op, number)->bytes, network_of(op)->slices, slice);
 }
 
-static part allreduce_block(const allred_operation *op, uint64_t number, int slice, int block) {
-  const part whole = slice_of(op, number, slice), within = part_of(whole.bytes, network_of(op)->hosts, block);
-  return (part){whole.start + within.start, within.bytes};
+static part allreduce_blocks(const allred_operation *op, uint64_t number, int slice, int block, int end) {
+  const part whole = slice_of(op, number, slice), first = part_of(whole.bytes, network_of(op)->hosts, block);
+  const part last = part_of(whole.bytes, network_of(op)->hosts, end - 1);
+  return (part){whole.start + first.start, last.start + last.bytes - first.start};
 }
 
 static void allreduce_fill(allred_operation *op, uint64_t number) {
@@ -106,11 +107,6 @@ static void allreduce_drain(allred_operation *op, uint64_t number) {
  * ---- reducescatter and allgather: a window has one block of each host, and a block one slice of each of the first
  * ranks. Blocks are consecutive parts of the stream of a host: the parts of its ranks, in the order of its ranks.
  */
-
-/* The end of the ring's first half completes block h + 1 on host h. */
-static int host_of_block(const allred_network *network, int block) {
-  return (block + network->hosts - 1) % network->hosts;
-}
 
 /* 1 if numbers are wider in the windows than in arrays; then everything in a window has twice the bytes. */
 static int widening(const allred_operation *op) {
@@ -149,8 +145,7 @@ static size_t block_start(const allred_operation *op, int host) {
   return allred_round_up(network->host_starts[host] / count, ALLRED_LINE) + 2 * (size_t)host * ALLRED_LINE;
 }
 
-static part stream_block(const allred_operation *op, uint64_t number, int slice, int block) {
-  const int host = host_of_block(network_of(op), block);
+static part stream_block(const allred_operation *op, uint64_t number, int slice, int host, int end) {
   const part within = part_of(stream_part(op, number, host).bytes, network_of(op)->slices, slice);
   return (part){block_start(op, host) + within.start, within.bytes};
 }
@@ -212,8 +207,8 @@ static void reducescatter_fill(allred_operation *op, uint64_t number) {
 }
 
 static void reducescatter_sum(allred_operation *op, uint64_t number) {
-  for (int block = 0; block < network_of(op)->hosts; block++)
-    sum_part(op, number, stream_block(op, number, op->segment->rank, block));
+  for (int host = 0; host < network_of(op)->hosts; host++)
+    sum_part(op, number, stream_block(op, number, op->segment->rank, host, host + 1));
 }
 
 static void reducescatter_drain(allred_operation *op, uint64_t number) {
@@ -250,10 +245,10 @@ static void allgather_drain(allred_operation *op, uint64_t number) {
 }
 
 static const struct allred_window_kind
-    allreduce = {1, 1, allreduce_block, allreduce_fill, allreduce_sum, cross_ring, allreduce_drain},
-    compressed = {1, 1, allreduce_block, allreduce_fill, allreduce_sum, allred_cross_compressed, allreduce_drain},
-    reducescatter = {1, 0, stream_block, reducescatter_fill, reducescatter_sum, cross_ring, reducescatter_drain},
-    allgather = {0, 1, stream_block, allgather_fill, allgather_sum, cross_ring, allgather_drain};
+    allreduce = {1, 1, allreduce_blocks, allreduce_fill, allreduce_sum, cross_in_steps, allreduce_drain},
+    compressed = {1, 1, allreduce_blocks, allreduce_fill, allreduce_sum, allred_cross_compressed, allreduce_drain},
+    reducescatter = {1, 0, stream_block, reducescatter_fill, reducescatter_sum, cross_in_steps, reducescatter_drain},
+    allgather = {0, 1, stream_block, allgather_fill, allgather_sum, cross_in_steps, allgather_drain};
 
 /* ---- fill, sum and drain */
 
@@ -306,109 +301,106 @@ static int drain(allred_operation *op) {
   return 1;
 }
 
-/* ---- cross: the ring */
+/* ---- cross */
 
-/* The first step of this operation, and the one behind its last. In the first half of all steps, hosts - 1, blocks are
- * summed; in the second half complete blocks pass round. */
+static int step_count(const allred_network *network) {
+  return network->is_recursive ? network->schedule.step_count : 2 * (network->hosts - 1);
+}
+
+/* The first step of this operation, and the one behind its last. In the first half of the ring's steps, hosts - 1,
+ * blocks are summed; in the second half complete blocks pass round. */
 static int first_step(const allred_network *network) { return network->kind->reduces ? 0 : network->hosts - 1; }
 
-static int end_step(const allred_network *network) { return (network->kind->gathers ? 2 : 1) * (network->hosts - 1); }
-
-static int next_host(const allred_network *network) { return (network->host + 1) % network->hosts; }
-
-static int previous_host(const allred_network *network) {
-  return (network->host + network->hosts - 1) % network->hosts;
+static int end_step(const allred_network *network) {
+  return network->kind->gathers ? step_count(network) : network->hosts - 1;
 }
 
-/* The block that this host sends in a step; it receives the one before. */
-static int sent_block(const allred_network *network, int step) {
-  return (network->host + 2 * network->hosts - step) % network->hosts;
+static allred_exchange_step step_at(const allred_network *network, const allred_step_position *at) {
+  return network->is_recursive ? network->schedule.steps[at->step] : allred_ring_step(&network->schedule, at->step);
 }
 
-static int received_block(const allred_network *network, int step) {
-  return (network->host + 2 * network->hosts - step - 1) % network->hosts;
+static part own_blocks(const allred_operation *op, uint64_t number, int block, int end) {
+  if (block == end) return (part){0, 0};
+  return kind_of(op)->blocks(op, number, op->segment->rank, block, end);
 }
 
 part allred_own_block(const allred_operation *op, uint64_t number, int block) {
-  return kind_of(op)->block(op, number, op->segment->rank, block);
+  return own_blocks(op, number, block, block + 1);
 }
 
-static void advance(const allred_operation *op, allred_ring_position *at, int block, size_t bytes) {
+static void advance(const allred_operation *op, allred_step_position *at, size_t bytes, size_t all) {
   at->offset += bytes;
-  if (at->offset < allred_own_block(op, at->window, block).bytes) return;
+  if (at->offset < all) return;
   at->offset = 0;
   if (++at->step < end_step(network_of(op))) return;
   at->step = first_step(network_of(op));
   at->window++;
 }
 
-/* Return how many bytes of the block that is being sent are received and added. */
-static size_t ready(const allred_operation *op, const part block) {
-  const allred_network *network = network_of(op);
-  const allred_ring_position *out = &network->out, *in = &network->in;
-  if (out->step == first_step(network) || in->window > out->window) return block.bytes;
-  if (in->window < out->window || in->step < out->step - 1) return 0;
-  return in->step == out->step - 1 ? in->offset : block.bytes;
+/* Return how many bytes of what a step sends are ready. */
+static size_t ready(const allred_network *network, allred_exchange_step step, size_t bytes) {
+  const allred_step_position *out = &network->out, *in = &network->in;
+  if (out->step == first_step(network) || in->window > out->window) return bytes;
+  if (in->window < out->window || in->step < step.needs) return 0;
+  return in->step == step.needs && step.forwards ? in->offset : bytes;
 }
 
-static int send_ring(allred_operation *op) {
+static int send_window(allred_operation *op) {
   allred_network *network = network_of(op);
-  allred_ring_position *out = &network->out;
+  allred_step_position *out = &network->out;
   if (out->window == network->summed) return 0;
-  const int index = sent_block(network, out->step);
-  const part block = allred_own_block(op, out->window, index);
-  const size_t bytes = allred_smaller(ready(op, block) - out->offset, SENT_AT_ONCE);
+  const allred_exchange_step step = step_at(network, out);
+  const part blocks = own_blocks(op, out->window, step.sent, step.sent_end);
+  const size_t bytes = allred_smaller(ready(network, step, blocks.bytes) - out->offset, SENT_AT_ONCE);
   size_t sent = 0;
   if (bytes) {
-    sent = allred_send_some(network, next_host(network), allred_own_window(op, out->window) + block.start + out->offset,
-                            bytes);
+    sent = allred_send_some(network, step.to, allred_own_window(op, out->window) + blocks.start + out->offset, bytes);
     if (!sent) return 0;
-  } else if (block.bytes) {
+  } else if (blocks.bytes) {
     return 0;
   }
-  advance(op, out, index, sent);
+  advance(op, out, sent, blocks.bytes);
   return 1;
 }
 
-/* Add what was received to the block: whole numbers; the rest stays in the scratch memory. */
-static size_t add(allred_operation *op, const part block) {
+/* Add what was received to the blocks: whole numbers; the rest stays in the scratch memory. */
+static size_t add(allred_operation *op, const part blocks, int is_last) {
   allred_network *network = network_of(op);
   const int dtype = window(op, network->in.window)->dtype;
   const size_t item = allred_dtype_bytes(dtype), bytes = network->scratch_bytes / item * item;
-  char *to = allred_own_window(op, network->in.window) + block.start + network->in.offset;
+  char *to = allred_own_window(op, network->in.window) + blocks.start + network->in.offset;
   const void *const sources[] = {network->scratch, to};
-  const int is_last = network->in.step == network->hosts - 2;
   kernel_of(op, dtype, is_last)(to, sources, 2, bytes / item, op->divisor);
   network->scratch_bytes -= bytes;
   memmove(network->scratch, network->scratch + bytes, network->scratch_bytes);
   return bytes;
 }
 
-static int receive_ring(allred_operation *op) {
+static int receive_window(allred_operation *op) {
   allred_network *network = network_of(op);
-  allred_ring_position *in = &network->in;
+  allred_step_position *in = &network->in;
   if (in->window == network->summed) return 0;
-  const int index = received_block(network, in->step), host = previous_host(network);
-  const part block = allred_own_block(op, in->window, index);
-  size_t got = 0, rest = block.bytes - in->offset;
-  if (rest && in->step < network->hosts - 1) {
+  const allred_exchange_step step = step_at(network, in);
+  const part blocks = own_blocks(op, in->window, step.received, step.received_end);
+  size_t got = 0, rest = blocks.bytes - in->offset;
+  if (rest && step.action != ALLRED_COPY) {
     const size_t room = allred_smaller(ALLRED_SCRATCH_BYTES, rest) - network->scratch_bytes;
-    got = allred_receive_some(network, host, network->scratch + network->scratch_bytes, room);
+    got = allred_receive_some(network, step.from, network->scratch + network->scratch_bytes, room);
     if (!got) return 0;
     network->scratch_bytes += got;
-    got = add(op, block);
+    got = add(op, blocks, step.action == ALLRED_ADD_LAST);
     if (!got) return 1;
   } else if (rest) {
-    got = allred_receive_some(network, host, allred_own_window(op, in->window) + block.start + in->offset, rest);
+    got = allred_receive_some(network, step.from, allred_own_window(op, in->window) + blocks.start + in->offset, rest);
     if (!got) return 0;
   }
-  advance(op, in, index, got);
+  advance(op, in, got, blocks.bytes);
   return 1;
 }
 
-static int cross_ring(allred_operation *op) {
+static int cross_in_steps(allred_operation *op) {
   allred_network *network = network_of(op);
-  const int received = receive_ring(op), sent = send_ring(op);
+  const int received = receive_window(op), sent = send_window(op);
   network->crossed = network->in.window < network->out.window ? network->in.window : network->out.window;
   return received || sent;
 }
@@ -422,20 +414,27 @@ static int cross(allred_operation *op) {
 
 /* ---- the round */
 
-static void begin(allred_operation *op, const struct allred_window_kind *kind) {
+static void begin(allred_operation *op, const struct allred_window_kind *kind, int is_recursive) {
   allred_network *network = network_of(op);
   const uint64_t first = network->windows;
   network->kind = kind;
+  network->is_recursive = is_recursive;
   network->filled = network->summed = network->drained = network->crossed = first;
   network->passed = 0;
-  network->in = network->out = (allred_ring_position){first, first_step(network), 0};
+  network->in = network->out = (allred_step_position){first, first_step(network), 0};
   network->scratch_bytes = 0;
 }
 
 static void begin_allreduce(allred_operation *op, char *chunk) {
+  const allred_network *network = network_of(op);
+  size_t bytes = 0;
   int wire = 0;
-  for (size_t i = 0; i < op->tensor_count; i++) wire |= op->tensors[i].wire;
-  begin(op, wire ? &compressed : &allreduce);
+  for (size_t i = 0; i < op->tensor_count; i++) {
+    wire |= op->tensors[i].wire;
+    bytes += op->tensors[i].bytes;
+  }
+  const size_t slice = allred_smaller(bytes, network->window_bytes) / (size_t)network->slices;
+  begin(op, wire ? &compressed : &allreduce, !wire && slice <= network->recursive_bytes);
   if (wire) allred_begin_compressed(op);
 }
 
@@ -448,7 +447,7 @@ static void begin_streams(allred_operation *op, char *chunk) {
       network->host_starts[host + 1] += rank_bytes(op, position);
   }
   network->last = network->windows + window_count(network);
-  begin(op, op->send_starts ? &reducescatter : &allgather);
+  begin(op, op->send_starts ? &reducescatter : &allgather, 0);
 }
 
 static int pass_windows(allred_operation *op, char *chunk) {

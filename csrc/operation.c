@@ -49,19 +49,18 @@ static int all_ready(allred_operation *op) {
   return 1;
 }
 
-int allred_operation_ranks(const allred_operation *op) {
-  return op->segment->across ? op->segment->across->ranks(op) : op->segment->ranks;
-}
-
-const allred_header *allred_operation_header(const allred_operation *op, int rank) {
-  return op->segment->across ? op->segment->across->header(op, rank)
-                             : allred_segment_header(op->segment, rank, op->number);
+const allred_header *allred_header_run(const allred_segment *segment, uint64_t operation, int index, uint64_t *ranks) {
+  if (segment->across) return segment->across->header_run(segment, operation, index, ranks);
+  *ranks = 1;
+  return index < segment->ranks ? allred_segment_header(segment, index, operation) : NULL;
 }
 
 /* Whether the headers of all ranks agree. */
 static int agree(allred_operation *op) {
-  for (int rank = 0; rank < allred_operation_ranks(op); rank++)
-    if (!allred_headers_agree(&op->header, allred_operation_header(op, rank))) return 0;
+  const allred_header *header;
+  uint64_t ranks;
+  for (int run = 0; (header = allred_header_run(op->segment, op->number, run, &ranks)); run++)
+    if (!allred_headers_agree(&op->header, header)) return 0;
   if (op->header.kind == ALLRED_KIND_STEP_ALLREDUCE) {
     op->waited_ns += allred_now_ns();
     allred_count_samples(op);

@@ -82,15 +82,13 @@ typedef struct {
 
 /* What operations across hosts do in other ways (network.h).
  *
- * begin   called when an operation is prepared for one host; it changes the transfer and the rounds
- * ranks   the number of ranks of all hosts
- * header  the header of one of them, counted in the order of the hosts
- * wait    wait for the network, for at most so many ns; return 0 at once if there is nothing to wait for
+ * begin       called when an operation is prepared for one host; it changes the transfer and the rounds
+ * header_run  see allred_header_run
+ * wait        wait for the network, for at most so many ns; return 0 at once if there is nothing to wait for
  */
 typedef struct allred_across {
   void (*begin)(allred_operation *);
-  int (*ranks)(const allred_operation *);
-  const allred_header *(*header)(const allred_operation *, int rank);
+  const allred_header *(*header_run)(const allred_segment *, uint64_t operation, int index, uint64_t *ranks);
   int (*wait)(const allred_segment *, int64_t limit_ns);
 } allred_across;
 
@@ -184,9 +182,9 @@ static inline size_t allred_smaller(size_t a, size_t b) { return a < b ? a : b; 
 /* Return the rounds that so many bytes need; an empty operation has one. */
 static inline uint64_t allred_rounds(size_t bytes, size_t chunk) { return bytes ? (bytes + chunk - 1) / chunk : 1; }
 
-/* Return the number of ranks of all hosts, and their headers. */
-int allred_operation_ranks(const allred_operation *);
-const allred_header *allred_operation_header(const allred_operation *, int rank);
+/* Return the headers of the ranks of all hosts in an operation, in the order of the hosts, as runs: the header of this
+ * many consecutive ranks. NULL: there is no run of this index. */
+const allred_header *allred_header_run(const allred_segment *, uint64_t operation, int index, uint64_t *ranks);
 
 /* Return the weight of the rank with this header, in an operation that is weighted. In a step it is the rank's number
  * of samples, divided by the mean of all ranks. */

@@ -47,14 +47,14 @@ void allred_attach(Operation *self, Segment *segment) {
 }
 
 PyObject *allred_headers(const Segment *segment, uint64_t number) {
-  const allred_network *network = segment->segment.network;
-  const int ranks = allred_all_ranks(segment);
-  PyObject *list = PyList_New(ranks);
-  for (int rank = 0; list && rank < ranks; rank++) {
-    const void *header = network ? allred_board_header(&segment->segment, rank, number)
-                                 : allred_segment_header(&segment->segment, rank, number);
-    PyObject *bytes = PyBytes_FromStringAndSize(header, sizeof(allred_header));
-    if (!bytes || PyList_SetItem(list, rank, bytes) < 0) Py_CLEAR(list);
+  PyObject *list = PyList_New(0);
+  const allred_header *header;
+  uint64_t ranks;
+  for (int run = 0; list && (header = allred_header_run(&segment->segment, number, run, &ranks)); run++) {
+    PyObject *bytes = PyBytes_FromStringAndSize((const char *)header, sizeof *header);
+    for (uint64_t rank = 0; list && rank < ranks; rank++)
+      if (!bytes || PyList_Append(list, bytes) < 0) Py_CLEAR(list);
+    Py_XDECREF(bytes);
   }
   return list;
 }

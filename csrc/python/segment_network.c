@@ -40,7 +40,7 @@ static int read_numbers(PyObject *list, Py_ssize_t count, long long least, long 
 static int allocate(allred_network *network) {
   const size_t message = allred_message_bytes(network), hosts = (size_t)network->hosts;
   network->message = PyMem_Malloc(message);
-  network->received = PyMem_Malloc(message * hosts);
+  network->received = PyMem_Malloc(message * ALLRED_MAX_RADIX);
   network->moved = PyMem_Calloc(2 * hosts, sizeof *network->moved);
   network->scratch = PyMem_Malloc(ALLRED_SCRATCH_BYTES);
   network->host_starts = PyMem_Calloc(hosts + 1, sizeof *network->host_starts);
@@ -94,6 +94,8 @@ PyObject *allred_segment_set_network(Segment *self, PyObject *args) {
   for (Py_ssize_t i = 0; i < hosts; i++) held->sockets[i] = (int)fds[i];
   if (!read_hosts(held, lists, hosts, slices)) return allred_segment_release_network(self), NULL;
   *network = (allred_network){.hosts = (int)hosts, .host = host, .slices = slices, .first_rank = held->first_rank};
+  network->schedule = allred_make_schedule((int)hosts, host);
+  network->recursive_bytes = allred_recursive_bytes(&network->schedule);
   network->order = held->order;
   network->sockets = self->segment.rank < slices ? held->sockets : NULL;
   network->events = held->events;

@@ -2,7 +2,7 @@
  * Threads are the ranks of several hosts: the ranks of a host share memory, hosts are connected by stream sockets with
  * small buffers. Every number of a result is checked.
  *
- *   network [OPERATIONS [SEED]]   so many operations in each case
+ *   network [OPERATIONS [SEED]]   so many operations in each case; a quarter with more than 5 hosts
  *
  * Kind, sizes, dtype, wire type and header of an operation follow from its number. Numbers are small integers, so that
  * a sum is exact in every order; where they are quantized it is close, and the same on all ranks. `number` of a rank
@@ -19,19 +19,30 @@
 #include "encode.h"
 #include "network.h"
 
-#define MAX_HOSTS 5
+#define MAX_HOSTS 13
 #define MAX_TENSORS 6
 #define CHUNK 32768
 #define PATIENCE_NS ((int64_t)30 * 1000000000)
 
 typedef struct {
   int hosts, ranks[MAX_HOSTS], slices;
-  size_t window_bytes;
+  size_t window_bytes, recursive_bytes;
 } layout;
 
-static const layout layouts[] = {{2, {1, 1}, 1, 4096},       {2, {2, 2}, 2, 4096},   {3, {1, 2, 3}, 1, 8192},
-                                 {4, {1, 1, 1, 1}, 1, 4096}, {3, {3, 2, 2}, 2, 512}, {5, {1, 1, 2, 1, 1}, 1, 65536},
-                                 {2, {3, 3}, 3, 384}};
+static const layout layouts[] = {
+    {2, {1, 1}, 1, 4096, 0},
+    {2, {2, 2}, 2, 4096, 100000},
+    {3, {1, 2, 3}, 1, 8192, 0},
+    {3, {1, 1, 2}, 1, 4096, SIZE_MAX},
+    {3, {3, 2, 2}, 2, 512, 0},
+    {4, {1, 1, 1, 1}, 1, 4096, 0},
+    {4, {1, 2, 1, 1}, 1, 4096, 60000},
+    {5, {1, 1, 2, 1, 1}, 1, 65536, 100000},
+    {2, {3, 3}, 3, 384, SIZE_MAX},
+    {6, {1, 1, 1, 1, 1, 1}, 1, 8192, SIZE_MAX},
+    {11, {1, 1, 1, 2, 1, 1, 1, 1, 1, 1, 1}, 1, 8192, SIZE_MAX},
+    {13, {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}, 1, 8192, 100000},
+};
 
 typedef struct {
   const layout *layout;
@@ -182,6 +193,17 @@ static void check_close(rank *me, int number, int wire, const char *got, const c
     me->digest = allred_mix(me->digest, (uint64_t)(unsigned char)got[at]);
 }
 
+static void check_headers(const rank *me, int number, int is_step, int uneven, uint64_t seed) {
+  const allred_header *header;
+  uint64_t count;
+  int other = 0;
+  for (int index = 0; (header = allred_header_run(&me->segment, (uint64_t)number, index, &count)); index++)
+    for (; count; count--, other++)
+      if (header->note != (is_step ? samples_of(me->all, other, uneven, seed) : (uint64_t)other))
+        fail(me, number, "wrong header", (size_t)other);
+  if (other != me->all) fail(me, number, "number of headers", (size_t)other);
+}
+
 static void *run(void *argument) {
   rank *me = argument;
   for (int number = 1; number <= me->operations; number++) {
@@ -225,10 +247,7 @@ static void *run(void *argument) {
     }
     const int status = advance(me, &operation, number);
     if ((status == ALLRED_DIFFER) != (differs && me->all > 1)) fail(me, number, "wrong status", (size_t)status);
-    for (int other = 0; other < me->all; other++)
-      if (allred_board_header(&me->segment, other, (uint64_t)number)->note !=
-          (is_step ? samples_of(me->all, other, uneven, seed) : (uint64_t)other))
-        fail(me, number, "wrong header", (size_t)other);
+    check_headers(me, number, is_step, is_step && uneven, seed);
     for (size_t i = 0; i < count; i++) {
       char *all[64];
       for (int other = 0; other < me->all; other++) {
@@ -277,6 +296,8 @@ static void run_layout(const layout *l, int operations, uint64_t seed) {
       memcpy(me->first_rank, first, sizeof first);
       memcpy(me->order, order, sizeof order);
       me->network = (allred_network){.hosts = l->hosts, .host = host, .slices = l->slices};
+      me->network.schedule = allred_make_schedule(l->hosts, host);
+      me->network.recursive_bytes = l->recursive_bytes;
       me->network.first_rank = me->first_rank;
       me->network.order = me->order;
       me->network.host_starts = me->host_starts;
@@ -285,7 +306,7 @@ static void run_layout(const layout *l, int operations, uint64_t seed) {
       me->network.memory = shared;
       me->network.window_bytes = l->window_bytes;
       me->network.message = malloc(allred_message_bytes(&me->network));
-      me->network.received = malloc(allred_message_bytes(&me->network) * (size_t)l->hosts);
+      me->network.received = malloc(allred_message_bytes(&me->network) * ALLRED_MAX_RADIX);
       me->network.moved = calloc(2 * (size_t)l->hosts, sizeof(size_t));
       me->network.scratch = malloc(ALLRED_SCRATCH_BYTES);
       me->network.compressed = malloc(allred_compressed_bytes(&me->network));
@@ -322,6 +343,7 @@ static void run_layout(const layout *l, int operations, uint64_t seed) {
 int main(int count, char **words) {
   const int operations = count > 1 ? atoi(words[1]) : 100;
   for (size_t i = 0; i < sizeof layouts / sizeof *layouts; i++)
-    run_layout(&layouts[i], operations, count > 2 ? (uint64_t)atoll(words[2]) : 1);
+    run_layout(&layouts[i], layouts[i].hosts > 5 ? (operations + 3) / 4 : operations,
+               count > 2 ? (uint64_t)atoll(words[2]) : 1);
   return 0;
 }

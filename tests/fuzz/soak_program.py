@@ -8,6 +8,7 @@ Each rank writes its process number into DIRECTORY/pid-START-WORLD_RANK, and the
 DIRECTORY/result.
 """
 
+import faulthandler
 import os
 import pathlib
 import sys
@@ -17,7 +18,7 @@ import numpy as np
 
 import allred
 
-ROWS, EPOCHS, PAUSE_S = 97, 12, 0.005
+ROWS, EPOCHS, PAUSE_S, STACKS_S = 97, 12, 0.005, 75
 
 
 def numbers_of(rank, step):
@@ -102,4 +103,7 @@ def ddp(directory, steps):
 
 
 if __name__ == "__main__":
-    {"plain": plain, "session": session, "torch": torch, "ddp": ddp}[sys.argv[1]](pathlib.Path(sys.argv[2]), int(sys.argv[3]))
+    faulthandler.dump_traceback_later(STACKS_S)  # of a training that does not end
+    {"plain": plain, "session": session, "torch": torch, "ddp": ddp}[sys.argv[1]](
+        pathlib.Path(sys.argv[2]), int(sys.argv[3])
+    )
