@@ -302,7 +302,8 @@ class Prefetch:
                 filled.get()
             if pool:
                 pool.end()
-            thread.join(_JOIN_S)
+            if thread.is_alive():  # not if it could not be started
+                thread.join(_JOIN_S)
 
 
 _Entry = tuple[BatchSpec, Any] | BaseException | None  # None: there are no more batches

@@ -99,6 +99,11 @@ class Reports:
         return not self.code and len(self._left) == len(self._hosts) == self.size
 
     @property
+    def watched_have_left(self) -> bool:
+        """Whether every rank that has a watcher has reported success."""
+        return not self.code and self._left == self._hosts.keys()
+
+    @property
     def missing(self) -> str:
         """The ranks that have reported neither success nor failure, for messages."""
         ranks = [rank for rank in range(self.size) if rank not in self._left]
@@ -283,9 +288,10 @@ class Job:
             if reports.code:
                 return End(reports.code, reports.text, reports.exception, reports.step, restored=reports.restored)
         for reports in self._reports:
-            if not reports.is_success:
+            if not (reports.is_success or (code == 0 and reports.watched_have_left)):
                 text = f"{reports.missing}; mpirun ended with exit code {code}"
                 return End(code or 1, text, restored=reports.restored)
+        # A rank that no watcher could accept has only mpirun's exit code.
         return End(code, f"every rank reported success, but mpirun ended with exit code {code}" if code else "")
 
 

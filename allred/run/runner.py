@@ -10,6 +10,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import os
 import secrets
 import signal
@@ -98,10 +99,14 @@ class ResizeRequests:
         self._answer, secret, listening = answer, secrets.token_hex(16), open_listener("127.0.0.1")
         self._listener = Listener(loop, listening, RESIZE_PURPOSE, secret, self._admit)
         self._entry = {"port": listening.getsockname()[1], "secret": secret}
+        self._file: Path | None = None
         try:
             self._file = job_directory.write_entry(name, job_directory.RUN, self._entry)
         except OSError as error:
-            raise AllredError(f"`allred resize` cannot find this job: {error}; choose another --name") from None
+            if error.errno in (errno.ENAMETOOLONG, errno.ENOENT):
+                self._listener.close()
+                raise AllredError(f"`allred resize` cannot find this job: {error}; choose another --name") from None
+            say(f"warning: `allred resize` cannot find this job: {error.strerror}")
 
     def _admit(self, channel: Channel, messages: list[Message]) -> None:
         try:
@@ -113,7 +118,8 @@ class ResizeRequests:
 
     def close(self) -> None:
         self._listener.close()
-        job_directory.remove_entry(self._file, self._entry)
+        if self._file is not None:
+            job_directory.remove_entry(self._file, self._entry)
 
 
 class Runner:

@@ -1,14 +1,15 @@
 """Checkpoints of a session: the Saver of periodic ones, the hook `Checkpoint`, and the session's part of the content.
 
-The Saver writes in a thread, from a copy, while training continues. One checkpoint is written at a time; a checkpoint
-that becomes due meanwhile is made afterwards. An error while writing does not end training: it is printed, and the next
-checkpoint is tried. Only the final checkpoint raises errors.
+The Saver writes in a thread, from a copy, while training continues. If no thread can be started, training waits. One
+checkpoint is written at a time; a checkpoint that becomes due meanwhile is made afterwards. An error while writing does
+not end training: it is printed, and the next checkpoint is tried. Only the final checkpoint raises errors.
 
 SessionState holds the position in the data, random states, hooks, and the objects given to `track`. Each part is
 pickled separately, so that errors name the part. Before training a failure is an error; later the part is left out of
 the checkpoint with a warning, because the parameters matter more.
 """
 
+import contextlib
 import math
 import os
 import random
@@ -28,6 +29,7 @@ from allred.modes.sync import has_state
 from allred.session import state_pickle
 from allred.session.hooks import Hook, LoggedValue, Outcome
 from allred.validators import integer
+from allred.watch import wait
 
 Write = Callable[[str], str]  # writes a checkpoint into the given directory and returns its path
 Capture = Callable[[], Write]  # captures the current state
@@ -92,12 +94,20 @@ class Saver:
         write = capture()
         self.saved_step = step
         self._next_at = start + (self._secs or 0.0)
-        if in_thread:
-            self._thread = threading.Thread(target=self._write, args=(write,), name="allred-checkpoint", daemon=True)
-            self._thread.start()
-        else:
-            self._write(write)
+        self._thread = self._start_thread(write) if in_thread else None
+        if self._thread is None:
+            with wait.busy() if in_thread else contextlib.nullcontext():
+                self._write(write)
         self.blocked_s += time.monotonic() - start
+
+    def _start_thread(self, write: Write) -> threading.Thread | None:
+        """Write in a thread. Return None if this process cannot start one."""
+        thread = threading.Thread(target=self._write, args=(write,), name="allred-checkpoint", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            return None
+        return thread
 
     def _write(self, write: Write) -> None:
         start = time.monotonic()

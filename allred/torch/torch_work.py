@@ -330,7 +330,7 @@ class _FutureThread:
         self.__init__()  # type: ignore[misc]
         for event in events:
             event.set()
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None and thread is not threading.current_thread() and thread.is_alive():
             thread.join(FUTURES_INTERVAL_S)
 
 

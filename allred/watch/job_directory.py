@@ -53,8 +53,13 @@ def write_entry(name: str, kind: str, entry: dict[str, Any]) -> Path:
     """Write the file of a job, which only the user can read, and return it. Raises AllredError or OSError."""
     path, pid = directory() / f"{name}{kind}", os.getpid()
     _remove(path)  # of a job with this name that was killed
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        json.dump({**entry, "process": pid, "started": process_state.start_time(pid)}, file)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with open(descriptor, "w") as file:
+            json.dump({**entry, "process": pid, "started": process_state.start_time(pid)}, file)
+    except OSError:
+        _remove(path)
+        raise
     return path
 
 

@@ -170,12 +170,13 @@ class Watcher:
             rank = WatchedRank(connection, hello, *files)
         except (OSError, ValueError, KeyError, TypeError, OverflowError):
             return refuse(connection, files)
+        if not rank.send({"kind": "welcome"}):
+            return rank.close(self._loop)  # it continues without a watcher
         self._ranks[rank.number] = rank
         for name, pidfd in self._launchers.record(rank.pid).items() if self._settings.launcher else ():
             self._loop.on_input(pidfd, functools.partial(self._launcher_ended, name, pidfd))
         self._loop.on_input(connection, lambda: self._receive_event(rank))
         self._loop.on_input(rank.pidfd, lambda: self._handle_death(rank))
-        rank.send({"kind": "welcome"})
         if len(self._ranks) == 1 and self._job is None:
             self._connect_to_chief(hello["chief"])
         self._report({"event": "joined", "rank": rank.number, "host": rank.host})

@@ -73,10 +73,13 @@ class WatchedRank:
         os.set_blocking(pipe, False)
         self._counters = CountersReader(counters)
 
-    def send(self, message: Event) -> None:
-        """Send a message: the first letter of its kind, and JSON. Does not wait for a rank that does not read."""
+    def send(self, message: Event) -> bool:
+        """Send a message: the first letter of its kind, and JSON. Does not wait for a rank that does not read. Return
+        whether it was sent."""
         with contextlib.suppress(OSError):
             self.connection.send(f"{message['kind'][0]}{json.dumps(message)}".encode(), socket.MSG_DONTWAIT)
+            return True
+        return False
 
     def receive(self) -> Event | None:
         """Return one event; {} at the end of the connection, None if there is none now."""

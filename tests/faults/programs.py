@@ -13,7 +13,7 @@ import sys
 import numpy as np
 
 import allred
-from allred import launcher_variables
+from allred import launcher_variables, startup
 
 SHAPES = {"weight": (100, 100), "bias": (10,), "scale": ()}  # the first one is reduced in the arena
 STEPS = 3
@@ -39,8 +39,8 @@ class WrongResult(Exception):  # noqa: N818
     """A result differs from the expected one."""
 
 
-def begin():
-    """Count calls from here on, in the chosen rank."""
+def begin(rank=None):
+    """Count calls from here on, in the chosen rank. rank: this one; default: the launcher's variables say it."""
     for name in PACKAGES:
         if name in ("modes", "ps") and "mpi4py.MPI" not in sys.modules:
             continue  # they import MPI, and init() has not started it
@@ -50,9 +50,8 @@ def begin():
                 importlib.import_module(module.name)
     for name in ("init", "allreduce", "allgather_object", "shutdown"):
         getattr(allred, name)
-    if os.environ.get("NTH_RANK") == str(launcher_variables.rank(os.environ)) and "failing" in os.environ.get(
-        "LD_PRELOAD", ""
-    ):
+    rank = launcher_variables.rank(os.environ) if rank is None else rank
+    if os.environ.get("NTH_RANK") == str(rank) and "failing" in os.environ.get("LD_PRELOAD", ""):
         ctypes.CDLL(None).failing_calls_begin()
 
 
@@ -179,6 +178,33 @@ def session(directory):
                 raise SystemExit(3)
             opt.step(params, {name: np.full_like(param, allred.rank() + 1) for name, param in params.items()})
     expect_parameters("after the session", -1.5 * 4, params)
+
+
+def spark(directory):
+    """The driver: allred.spark.run() starts two ranks. It prints what the ranks print under mpirun."""
+    sys.path.append(f"{os.path.dirname(__file__)}/../spark")
+    import spark_session
+
+    import allred.spark
+
+    session = spark_session.build("local[2]")
+    try:
+        for rank in allred.spark.run(rank_of_spark, num_proc=2):
+            print(f"rank {rank} done", flush=True)
+    except allred.RemoteRankError as error:
+        kind = (error.exception or "RemoteRankError").partition(":")[0].rpartition(".")[2]
+        print(f"rank {error.rank} raised {kind}", flush=True)
+        sys.exit(str(error).partition("\n")[0])
+    finally:
+        session.stop()
+
+
+def rank_of_spark():
+    """Count from the beginning of init(). This rank has connected to the other one before."""
+    begin(startup._tasks[0].rank)
+    allred.init()
+    collectives()
+    return allred.rank()
 
 
 def main():

@@ -184,6 +184,15 @@ def test_break_close_and_an_exception_in_the_loop_end_everything(workers):
     iter(ahead)  # never begun
 
 
+def test_a_thread_that_cannot_be_started_is_the_error(monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        list(allred.data.prefetch(data()))
+
+
 class Large(Named):
     def __getitem__(self, index):
         return np.zeros(1_000_000)

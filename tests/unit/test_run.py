@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -169,6 +170,16 @@ def test_success_is_a_report_of_every_rank():
     assert found.is_success
 
 
+def test_ranks_without_a_watcher_are_no_missing_report():
+    """init() warns of them, and training continues: the watcher of a node could not accept one."""
+    found = Reports(2)
+    found.handle({"event": "joined", "rank": 0, "host": "n0"})
+    assert not found.watched_have_left
+    found.handle({"event": "left", "rank": 0})
+    assert found.watched_have_left
+    assert not found.is_success, "the exit code of mpirun decides"
+
+
 def test_a_failure_has_the_exception_and_the_step_of_the_session():
     found = reports()
     found.handle({"event": "session", "rank": 1, "step": 10, "is_open": True})
@@ -285,6 +296,22 @@ def test_a_request_that_is_not_one_ends_no_job(tmp_path, monkeypatch):
     assert replies[0].startswith("refuses this process: ")
     assert replies[1:] == ["the peer has closed the connection", {"text": "4 ranks", "code": 0}]
     assert job_directory.entries(job_directory.RUN) == {}
+
+
+def test_a_job_runs_without_its_file_unless_its_name_is_the_cause(tmp_path, monkeypatch, capfd):
+    """And a file that could not be written is removed."""
+
+    def fill(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with contextlib.closing(Loop()) as loop:
+        with pytest.raises(AllredError, match=r"too long: .*; choose another --name"):
+            runner.ResizeRequests(loop, "x" * 300, str)
+        monkeypatch.setattr("allred.watch.job_directory.json.dump", fill)
+        runner.ResizeRequests(loop, "mine", str).close()
+    assert "warning: `allred resize` cannot find this job: No space left on device" in capfd.readouterr().err
+    assert list(job_directory.directory().iterdir()) == []
 
 
 def test_only_commits_are_deleted(tmp_path):

@@ -582,6 +582,18 @@ def test_an_error_of_a_checkpoint_does_not_end_the_training(world, tmp_path, cap
         saver.save_final(2, lambda: fails)
 
 
+def test_a_checkpoint_is_written_without_a_thread_if_none_can_be_started(tmp_path, monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    saver = Saver(str(tmp_path), None, 1, 5, 0)
+    saver.begin(0)
+    saver.save(1, lambda: str, in_thread=True)
+    saver.wait()
+    assert (saver.count, saver.failures, saver.saved_step) == (1, 0, 1)
+
+
 def test_the_last_checkpoint_that_cannot_be_written_is_an_error(world, tmp_path):
     def losses():
         yield 1.0

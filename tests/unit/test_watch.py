@@ -217,6 +217,21 @@ def test_a_watcher_closes_a_connection_without_a_message(monkeypatch):
         assert stranger.recv(200) == b"", "closed"
 
 
+def test_a_rank_that_cannot_be_told_that_it_is_accepted_is_not_watched(monkeypatch):
+    """It continues without a watcher, and its end would be one without a report."""
+    monkeypatch.setattr(process.WatchedRank, "send", lambda rank, message: False)
+    with running_watcher() as watcher, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as rank:
+        rank.settimeout(60)
+        rank.connect(watcher.name.encode("latin-1"))
+        hello = {"rank": 0, "host": "h", "stack_signal": 0, "main_thread": 0, "token": "secret", "chief": {}}
+        files = os.pidfd_open(os.getpid()), os.open(os.devnull, os.O_RDONLY)
+        socket.send_fds(rank, [json.dumps(hello).encode()], files)
+        assert rank.recv(200) == b"", "closed"
+        assert not watcher._ranks
+    for file in files:
+        os.close(file)
+
+
 def test_a_watcher_without_ranks_ends_after_the_process_that_started_it():
     with running_watcher() as watcher:
         assert not watcher.is_done(time.monotonic())
