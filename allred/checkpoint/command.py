@@ -12,7 +12,7 @@ import sys
 import time
 
 from allred import arrays
-from allred.checkpoint.directory import damage, list_committed, list_unfinished, newest
+from allred.checkpoint.directory import examine, list_committed, list_unfinished, newest
 from allred.checkpoint.entry import Entry
 from allred.checkpoint.files import MANIFEST, Manifest, read_manifest
 from allred.checkpoint.restore import verify
@@ -65,10 +65,8 @@ def _checkpoints(path: pathlib.Path) -> list[pathlib.Path]:
 def _ls(path: pathlib.Path, found: list[pathlib.Path]) -> int:
     print(f"{'step':>13}  {'saved':<19}  {'size':>10}  shards  state")
     for each in found:
-        problem = damage(each)
-        try:
-            manifest = read_manifest(each)
-        except CheckpointError:
+        manifest, problem = examine(each)
+        if manifest is None:
             row = f"{each.name:>13}  {'-':<19}  {'-':>10}  {'-':>6}"
         else:
             row = f"{manifest.step:>13}  {_time(manifest)}  {_amount(manifest):>10}  {len(manifest.shards):>6}"
@@ -82,19 +80,24 @@ def _show(path: pathlib.Path, found: list[pathlib.Path]) -> int:
     chosen = path if found == [path] else newest(path)
     if chosen is None:
         raise CheckpointError(f"no checkpoint in {path} is complete; `verify` prints the damage")
-    manifest = read_manifest(chosen)
+    manifest, problem = examine(chosen)
+    if manifest is None:
+        raise CheckpointError(problem)
     tensors = {(entry.name, entry.slot): entry for shard in manifest.shards for entry in shard.entries}
     pickled = [entry for entry in tensors.values() if entry.is_pickled]
     params = [entry for entry in tensors.values() if not entry.slot]
+    slots: dict[str, list[Entry]] = {}
+    for entry in tensors.values():
+        if entry.slot and not entry.is_pickled:
+            slots.setdefault(entry.name, []).append(entry)
     print(f"{chosen}: step {manifest.step}, saved {_time(manifest)}, {_size(manifest)}")
-    if problem := damage(chosen):
+    if problem:
         print(f"damaged: {problem}")
     print(f"meta: {json.dumps(manifest.meta)}")
     print(f"{count(len(params), 'parameter')}, {sum(entry.elements for entry in params)} numbers:")
     width = max((len(_printable(entry.name)) for entry in params), default=0)
     for param in params:
-        slots = [e for (name, slot), e in tensors.items() if name == param.name and slot and e not in pickled]
-        listed = ", ".join(f"{_printable(entry.slot_name)} {_type(entry)}" for entry in slots)
+        listed = ", ".join(f"{_printable(entry.slot_name)} {_type(entry)}" for entry in slots.get(param.name, []))
         print(f"  {_printable(param.name):<{width}}  {_type(param)}{f'; slots: {listed}' if listed else ''}")
     for entry in pickled:
         what = "state of the session" if entry.is_extra else "state of the user's own optimizer"

@@ -172,21 +172,23 @@ def list_unfinished(root: pathlib.Path) -> list[pathlib.Path]:
     return [root / name for name in sorted(_names(root)) if _UNFINISHED.fullmatch(name)]
 
 
-def damage(path: pathlib.Path) -> str:
-    """Return why a checkpoint is not complete; "" if its manifest is valid and each shard has its length.
+def examine(path: pathlib.Path) -> tuple[Manifest | None, str]:
+    """Return the manifest of a checkpoint, None if it cannot be read, and why the checkpoint is not complete; "" if the
+    manifest is valid and each shard has its length.
 
     Does not read the bytes of the shards.
     """
+    manifest = None
     try:
         manifest = read_manifest(path)
         check_name(path, manifest)
         for shard in manifest.shards:
             check_length("checkpoint", path, shard)
-        for error in check_row_files(path, check_length):
+        for error in check_row_files(path, manifest.meta, check_length):
             raise error
     except CheckpointError as error:
-        return str(error)
-    return ""
+        return manifest, str(error)
+    return manifest, ""
 
 
 def check_name(path: pathlib.Path, manifest: Manifest) -> None:
@@ -198,7 +200,7 @@ def check_name(path: pathlib.Path, manifest: Manifest) -> None:
 
 
 def _is_complete(path: pathlib.Path) -> bool:
-    return not damage(path)
+    return not examine(path)[1]
 
 
 def list_complete(root: str | os.PathLike[str]) -> list[pathlib.Path]:
@@ -224,8 +226,10 @@ def has(root: str | os.PathLike[str], step: int, training: str) -> bool:
     """Return whether `root` holds a complete checkpoint of that step and training (meta["training"]).
 
     Raises CheckpointError: it cannot be listed."""
-    path = list_committed(pathlib.Path(root)).get(step)
-    return path is not None and _training_of(path) == training and _is_complete(path)
+    if (path := list_committed(pathlib.Path(root)).get(step)) is None:
+        return False
+    manifest, problem = examine(path)
+    return manifest is not None and not problem and manifest.meta.get("training") == training
 
 
 def _training_of(path: pathlib.Path) -> str | None:
@@ -264,10 +268,12 @@ def prune(root: str | os.PathLike[str], keep: int, keep_every: int = 0, up_to: i
     deleted = []
     listed = list_committed(pathlib.Path(root)).items()
     committed = [item for item in listed if up_to is None or item[0] <= up_to]
-    complete = {path for _, path in listed if _is_complete(path)}
+    examined = {path: examine(path) for _, path in listed}
+    complete = {path: manifest.meta for path, (manifest, problem) in examined.items() if manifest and not problem}
     old = [(step, path) for step, path in committed if path in complete][:-keep]
     old = [(step, path) for step, path in old if not (keep_every and step % keep_every == 0)]
-    needed = {base for path in complete - {path for _, path in old} for base in bases_of(path)}
+    kept = complete.keys() - {path for _, path in old}
+    needed = {base for path in kept for base in bases_of(path, complete[path])}
     for _, path in old:
         if path not in needed:
             with file_errors("prune: deleting", path):

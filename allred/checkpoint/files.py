@@ -85,7 +85,7 @@ class ShardInfo:
 
     def to_json(self) -> dict[str, Any]:
         """Return dicts, lists, numbers and text, to be sent to the process that commits, and for the manifest."""
-        return dataclasses.asdict(self)
+        return {**vars(self), "entries": [vars(entry).copy() for entry in self.entries]}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "ShardInfo":
@@ -249,12 +249,14 @@ class Manifest:
             "shards": [shard.to_json() for shard in self.shards],
         }
         try:
-            content = json.loads(json.dumps(content))  # before the checksum: tuples become lists, and keys text
+            content["meta"] = json.loads(json.dumps(self.meta))  # before the checksum: keys become text
         except (TypeError, ValueError, RecursionError) as error:
             raise InputError(
                 f"commit: meta must hold only dicts, lists, numbers, text, booleans and None, but {error}"
             ) from error
-        return json.dumps({**content, "checksum": _content_checksum(content)}, indent=1).encode()
+        content["checksum"] = _content_checksum(content)
+        lines = ",\n".join(f'"{name}": {json.dumps(value)}' for name, value in content.items())  # `indent` is slow
+        return f"{{\n{lines}\n}}".encode()
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:

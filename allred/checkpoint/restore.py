@@ -133,7 +133,7 @@ def _problems(directory: pathlib.Path) -> Iterator[CheckpointError]:
             check_bytes("checkpoint", directory, shard)
         except CheckpointError as error:
             yield error
-    yield from check_row_files(directory, check_bytes)
+    yield from check_row_files(directory, manifest.meta, check_bytes)
 
 
 def _check_cover(manifest: Manifest) -> None:

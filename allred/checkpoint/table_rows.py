@@ -75,10 +75,9 @@ def checkpoints_of(directory: str | os.PathLike[str], name: str) -> list[pathlib
     return found[::-1]
 
 
-def bases_of(directory: pathlib.Path) -> set[pathlib.Path]:
-    """Return the other checkpoints that this one needs. Raises as `checkpoints_of`."""
-    names = tables_in(read_manifest(directory).meta)
-    return {path for name in names for path in checkpoints_of(directory, name)} - {directory}
+def bases_of(directory: pathlib.Path, meta: dict[str, Any]) -> set[pathlib.Path]:
+    """Return the other checkpoints that this one needs. meta: of its manifest. Raises as `checkpoints_of`."""
+    return {path for name in tables_in(meta) for path in checkpoints_of(directory, name)} - {directory}
 
 
 def row_files(directory: pathlib.Path, name: str) -> Iterator[tuple[pathlib.Path, ShardInfo]]:
@@ -106,11 +105,12 @@ def read_rows(directory: pathlib.Path, name: str) -> Iterator[dict[str, Array]]:
 
 
 def check_row_files(
-    directory: pathlib.Path, check: Callable[[str, pathlib.Path, ShardInfo], None]
+    directory: pathlib.Path, meta: dict[str, Any], check: Callable[[str, pathlib.Path, ShardInfo], None]
 ) -> Iterator[CheckpointError]:
-    """Yield the damage of all files of the tables, those of bases too. check: raises CheckpointError for a file."""
+    """Yield the damage of all files of the tables, those of bases too. meta: of the manifest. check: raises
+    CheckpointError for a file."""
     try:
-        for name in tables_in(read_manifest(directory).meta):
+        for name in tables_in(meta):
             for path, part in row_files(directory, name):
                 try:
                     check("checkpoint", path, part)

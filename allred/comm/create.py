@@ -6,11 +6,8 @@ import mmap
 from collections import Counter
 
 from allred.comm.backends.backend import SingleBackend
-from allred.comm.backends.nccl import NcclBackend
-from allred.comm.backends.staged import StagedBackend
 from allred.comm.bootstrap import Bootstrap
 from allred.comm.communicator import Communicator
-from allred.comm.device_collectives import DeviceCollectives
 from allred.comm.group import T
 from allred.comm.select import TransportFacts, memory_nodes, plan
 from allred.comm.work import Steps, Work, WorkQueue
@@ -123,6 +120,10 @@ def add_device(
         name: of the backend, nccl or staged. native_halves: see NcclBackend.
         queue: of the communicator that starts the operations; default: this one.
     """
+    from allred.comm.backends.nccl import NcclBackend  # only jobs with GPUs need these
+    from allred.comm.backends.staged import StagedBackend
+    from allred.comm.device_collectives import DeviceCollectives
+
     host = communicator.backend
     if name == "staged":
         communicator.devices = StagedBackend(host, device)

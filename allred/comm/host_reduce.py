@@ -25,7 +25,6 @@ from allred.comm.arguments import (
     wire_code,
 )
 from allred.comm.backends.backend import Backend, WithHeader
-from allred.comm.device_collectives import DeviceCollectives
 from allred.comm.group import Group
 from allred.comm.header import OpDescriptor, quoted
 from allred.comm.node_memory import any_shared, is_shared
@@ -36,6 +35,7 @@ from allred.fusion import assign_buckets
 from allred.gpu.device_arrays import is_device
 
 if TYPE_CHECKING:
+    from allred.comm.device_collectives import DeviceCollectives
     from allred.native._kernels import Operation as CheckedOperation
 
 _NONE = Compression.none

@@ -8,8 +8,10 @@ ranks must log the same names, `examples` included: they are the operation's nam
 """
 
 import contextlib
+import io
 import math
 import os
+import pickle
 import signal
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -247,11 +249,20 @@ def extended_timeout(seconds: float = NO_LIMIT_S) -> Iterator[None]:
         queue.timeout_s = before
 
 
-def gather_random_states(optimizer: DistributedOptimizer, title: str = "") -> dict[int, Any] | None:
-    """Return the random states of all ranks; None in mode ps. Collective. title: the operation's name in errors."""
+def gather_random_states(optimizer: DistributedOptimizer, title: str = "", root: int = 0) -> dict[int, bytes] | None:
+    """Return the pickled random states of all ranks on the rank `root`; None on the others, and in mode ps. Collective.
+    title: the operation's name in errors. The other ranks do not unpickle them: these may be thousands."""
     if not optimizer.session_support.is_lockstep:
         return None
-    return dict(functions.allgather_object((topology.rank(), random_states()), title))
+    sent = np.frombuffer(pickle.dumps((topology.rank(), random_states())), np.uint8)
+    received = functions.allgather(sent, title)  # a gather needs a matrix of ranks times ranks
+    if topology.rank() != root:
+        return None
+    stream, found = io.BytesIO(received.tobytes()), {}
+    while stream.tell() < received.size:
+        rank, states = pickle.load(stream)
+        found[rank] = states
+    return found
 
 
 def raise_on_all(optimizer: DistributedOptimizer, failure: AllredError | None) -> None:

@@ -12,6 +12,7 @@ the checkpoint with a warning, because the parameters matter more.
 import contextlib
 import math
 import os
+import pickle
 import random
 import sys
 import threading
@@ -37,6 +38,8 @@ Capture = Callable[[], Write]  # captures the current state
 T = TypeVar("T")
 
 _LOG_PERIOD_S = 10.0
+_RANDOM = "random states"  # the part of a checkpoint with the `random_states` of each rank
+_UNPICKLED_RANDOM = "random generators"  # the same of earlier versions, not pickled; checkpoints have it: keep it
 
 
 def check_path(title: str, value: Any) -> str:
@@ -239,11 +242,12 @@ class Checkpoint(Hook):
 PickledParts = dict[str, Any]
 
 
-def random_states() -> Any:
-    """Return the states of Python's `random`, of numpy's global generator, and of torch's if torch is imported."""
+def random_states() -> bytes:
+    """Return the pickled states of Python's `random`, of numpy's global generator, and of torch's if torch is imported:
+    about 11 kB. A checkpoint has those of all ranks, so only the own one is unpickled."""
     torch = sys.modules.get("torch")
     state = None if torch is None else torch.get_rng_state().numpy().tobytes()
-    return random.getstate(), np.random.get_state(), state
+    return pickle.dumps((random.getstate(), np.random.get_state(), state))
 
 
 def _set_random_states(python: Any, of_numpy: Any, of_torch: bytes | None = None) -> None:
@@ -306,8 +310,8 @@ class SessionState:
     def _data_position(self) -> Any:
         return None if self._data is None else self._data.state_dict()
 
-    def pickle(self, randoms: dict[int, Any] | None, uses_saved_position: bool) -> PickledParts:
-        """Return all parts, pickled. randoms: the random states by rank; None: only of this rank.
+    def pickle(self, randoms: dict[int, bytes] | None, uses_saved_position: bool) -> PickledParts:
+        """Return all parts, pickled. randoms: the `random_states` by rank; None: only of this rank.
         uses_saved_position: use the position of `note_position`, not the current one: the current batch is repeated
         after a restore."""
         parts: PickledParts = {}
@@ -323,12 +327,12 @@ class SessionState:
         return parts
 
     def _parts(
-        self, randoms: dict[int, Any] | None, uses_saved_position: bool = True
+        self, randoms: dict[int, bytes] | None, uses_saved_position: bool = True
     ) -> list[tuple[str, Callable[[], Any]]]:
         """Return titles and functions that return the states."""
         return [
             ("the data", lambda: self._position if uses_saved_position else self._data_position()),
-            ("random generators", lambda: {topology.rank(): random_states()} if randoms is None else randoms),
+            (_RANDOM, lambda: {topology.rank(): random_states()} if randoms is None else randoms),
             *((title, owner.state_dict) for title, owner in self._owners()),
         ]
 
@@ -354,8 +358,10 @@ class SessionState:
             lacking.insert(0, "the data")
         if lacking:
             log.warning(f"{where} was saved without the state of {', '.join(lacking)}: training begins with a new one")
-        if (mine := (take("random generators") or {}).get(topology.rank())) is not None:
-            _set_random_states(*mine)
+        left[_RANDOM] = [(take(_RANDOM) or {}).get(topology.rank())]  # pickled again
+        states = take(_RANDOM) or (take(_UNPICKLED_RANDOM) or {}).get(topology.rank())
+        if states is not None:
+            _set_random_states(*states)
         for title, owner in self._owners():
             if (state := take(title)) is not None:
                 owner.load_state_dict(state)
@@ -365,7 +371,7 @@ class SessionState:
         has received it."""
         data, self._data = self._data, None
         try:
-            self.load({**parts, "random generators": []}, "the state of another rank")
+            self.load({**parts, _RANDOM: []}, "the state of another rank")
         finally:
             self._data = data
         self._position = state_pickle.loads(parts["the data"][0])

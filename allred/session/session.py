@@ -493,7 +493,7 @@ class Session:
             self._end_step(alone=True)
         elif self.step != self.optimizer.global_step:
             self._state.note_position()
-        randoms = coordination.gather_random_states(self.optimizer)
+        randoms = coordination.gather_random_states(self.optimizer, root=writer)
         capture = functools.partial(self._capture, randoms)
         self.step = final_checkpoint.write_after_join(self._saver, self.optimizer, writer, capture)
         self._step_begin = self.step  # `join` copies the updates; `_note_step` must not count them as this rank's step

@@ -1,6 +1,7 @@
 """`python -m allred checkpoint`: what it prints, and its exit codes."""
 
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -162,3 +163,16 @@ def test_in_a_process_of_its_own_without_mpi_and_in_ascii(tmp_path):
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment)
     assert (run.returncode, run.stderr) == (0, "")
     assert run.stdout.splitlines()[-1] == "  Gr\\xf6\\xdfe  float32 (10,)"
+
+
+def test_each_manifest_is_read_once(tmp_path, command, monkeypatch):
+    """With thousands of shards it takes seconds."""
+    for step in (1, 2, 3):
+        save_one(tmp_path, step)
+    read, opened = pathlib.Path.read_bytes, []
+    monkeypatch.setattr(pathlib.Path, "read_bytes", lambda path: opened.append(path.parent.name) or read(path))
+    command("ls", tmp_path)
+    assert opened == ["step-00000001", "step-00000002", "step-00000003"]
+    opened.clear()
+    checkpoint.prune(tmp_path, keep=1)
+    assert opened == ["step-00000001", "step-00000002", "step-00000003"]

@@ -41,9 +41,10 @@ from allred.session import (
     StopAtStep,
     Summary,
     final_checkpoint,
+    state_pickle,
 )
 from allred.session.coordination import StepMetrics, StopSignals
-from allred.session.saver import Saver
+from allred.session.saver import Saver, SessionState, random_states
 
 
 @pytest.fixture
@@ -552,6 +553,23 @@ def test_more_things_are_kept(world, tmp_path):
     with Session(tmp_path) as session:
         train(session, [], counter=other)
     assert (other.count, other.array.tolist()) == (7, [0, 1, 2])
+    assert (random.random(), np.random.rand()) == expected
+
+
+def test_random_states_of_an_earlier_version_are_restored(world):
+    random.seed(3)
+    np.random.seed(3)
+    saved = state_pickle.dumps({0: (random.getstate(), np.random.get_state(), None), 1: "of another rank"})
+    expected = random.random(), np.random.rand()
+    SessionState([], None, {}).load({"random generators": [saved]}, "a checkpoint")
+    assert (random.random(), np.random.rand()) == expected
+
+
+def test_a_rank_unpickles_only_its_own_random_states(world):
+    state = SessionState([], None, {})
+    parts = state.pickle({0: random_states(), 1: b"cannot be unpickled"}, uses_saved_position=True)
+    expected = random.random(), np.random.rand()
+    state.load(parts, "a checkpoint")
     assert (random.random(), np.random.rand()) == expected
 
 
