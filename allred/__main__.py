@@ -16,6 +16,7 @@ usage: {program} COMMAND ...
   run     starts a program with mpirun, restarts it after failures: run -np 4 train.py
   top     shows the ranks of a running job, and which rank delays which; --web, --html FILE: as a page
   resize  changes the number of ranks of a running job of `run`: resize JOB 6
+  model   how long the communication of a step takes on hosts that are given by numbers: model --hosts 512 ...
   timeline  merge DIR, show DIR: a trace, or a page, of what ALLRED_TIMELINE=DIR has written; who waited for whom
 
 {program} --version prints the version, {program} COMMAND --help the options of a command.
@@ -26,6 +27,7 @@ _MODULES = {
     "checkpoint": "allred.checkpoint.command",
     "doctor": "allred.doctor.command",
     "info": "allred.doctor.info",
+    "model": "allred.cost_model.command",
     "resize": "allred.run.command:resize",
     "run": "allred.run.command",
     "timeline": "allred.timeline.command",

@@ -24,6 +24,7 @@ PACKAGES = (
         "compat",
         "run",
         "doctor",
+        "cost_model",
         "bench",
         "testing",
         "keras",

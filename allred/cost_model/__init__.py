@@ -1,0 +1,1 @@
+"""`python -m allred model`: a cost model of the communication of a step, for numbers of hosts that are not at hand."""

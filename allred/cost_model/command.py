@@ -1,0 +1,151 @@
+"""`python -m allred model`: the communication of a step by each algorithm, on hosts that are given by numbers."""
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Callable
+
+from allred.command_line import Parser, fail, parse, program
+from allred.cost_model import units
+from allred.cost_model.costs import ALGORITHMS, Cost, Machine, fastest
+from allred.cost_model.units import RATES, SIZES, TIMES, show
+from allred.wording import count
+
+_DESCRIPTION = """\
+Computes how long the communication of a training step takes, without running it: for a flat ring over all ranks, and
+for allred, which sums within a host in shared memory, with a ring or with recursive halving between hosts. It shows
+which algorithm is the fastest for which sizes, the efficiency, and what limits. docs/scaling.md has the formulas, and
+compares them with measurements.
+"""
+BACKWARD = 2 / 3  # of the computation of a step, which an allreduce of ready gradients may overlap
+GOAL = 0.9  # of the efficiency, for which the computation is printed
+TIE = 1.02
+GRID = [2.0 ** (step / 8) for step in range(16, 8 * 34 + 1)]  # bytes, from 4 B to 16 GiB
+
+_CONSTANTS = {  # options of the constants of a host: field, units, meaning
+    "--message": ("message_s", TIMES, "of a message at both ends"),
+    "--stream": ("stream_bytes_per_s", RATES, "that a rank sends and receives by TCP"),
+    "--copy": ("copy_bytes_per_s", RATES, "that a rank copies"),
+    "--sum": ("sum_bytes_per_s", RATES, "that a rank adds"),
+    "--python": ("python_s", TIMES, "of an operation in Python"),
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command. Return the exit code."""
+    options = parse(_parser, arguments)
+    if isinstance(options, int):
+        return options
+    constants = {field: getattr(options, field) for field, _, _ in _CONSTANTS.values()}
+    if options.measure:
+        from allred.cost_model.measurement import measure
+
+        found = measure(options.ranks)
+        words = [f"{name} {show(found[field], unit).replace(' ', '')}" for name, (field, unit, _) in _CONSTANTS.items()]
+        print(f"measured on this host: {' '.join(words)}\n")
+        constants = {field: constants[field] or value for field, value in found.items()}
+    given = {field: value for field, value in constants.items() if value is not None}
+    machine = Machine(options.latency, options.link, packet_bytes=options.packet, **given)
+    try:
+        nbytes, what = _bytes_of(options.set)
+    except ValueError as error:
+        return fail(f"{program('model')}: --set: {error}")
+    print("\n".join(_report(options.hosts, options.ranks, machine, nbytes, what, options.compute)))
+    return 0
+
+
+def _bytes_of(name: str) -> tuple[float, str]:
+    """Return the bytes of a gradient set in float32, or of a size, and their description. Raises ValueError."""
+    from allred.bench.verify import SETS
+
+    if name in SETS:
+        tensors = [math.prod(shape) for shape in SETS[name]()]
+        nbytes = 4.0 * sum(tensors)
+        return nbytes, f"{name} ({show(nbytes, SIZES)} in {count(len(tensors), 'tensor')})"
+    try:
+        nbytes = units.parse(name, SIZES)
+    except ValueError:
+        raise ValueError(f"expected {', '.join(SETS)}, or a size such as 64MiB, got {name!r}") from None
+    return nbytes, show(nbytes, SIZES)
+
+
+def _report(hosts: int, ranks: int, machine: Machine, nbytes: float, what: str, compute_s: float | None) -> list[str]:
+    costs = {name: function(hosts, ranks, nbytes, machine) for name, function in ALGORITHMS.items()}
+    lines = [f"{what} on {count(hosts, 'host')} with {count(ranks, 'rank')} each", ""]
+    lines += _table(costs)
+    lines += ["", "fastest by size:", *_winners(hosts, ranks, machine), ""]
+    best = fastest(hosts, ranks, nbytes, machine)
+    lines.append(f"{what}: {best} is the fastest; {costs[best].limit} limits it")
+    return lines + _efficiency(costs[best].total_s, compute_s)
+
+
+def _table(costs: dict[str, Cost]) -> list[str]:
+    rows = [["", "time", "latency", "wire", "memory", "Python", "limit"]]
+    for name, cost in costs.items():
+        times = cost.total_s, cost.latency_s, cost.wire_s, cost.memory_s, cost.python_s
+        rows.append([name, *(show(each, TIMES) for each in times), cost.limit])
+    return [f"{row[0]:18}{''.join(f'{cell:>10}' for cell in row[1:])}" for row in rows]
+
+
+def _winners(hosts: int, ranks: int, machine: Machine) -> list[str]:
+    """Return a line for each range of sizes in which one algorithm is the fastest, or at most 2 % slower."""
+    begins: list[tuple[str, str]] = []  # of each range: the algorithm, the first size
+    for nbytes in GRID:
+        times = {name: function(hosts, ranks, nbytes, machine).total_s for name, function in ALGORITHMS.items()}
+        best = min(times, key=lambda name: times[name])
+        if not begins or times[begins[-1][0]] > TIE * times[best]:
+            begins.append((best, show(nbytes, SIZES)))
+    ends = [f" to {begin}" for _, begin in begins[1:]] + [""]
+    return [f"  {name:18} from {begin}{end}" for (name, begin), end in zip(begins, ends, strict=True)]
+
+
+def _efficiency(communication_s: float, compute_s: float | None) -> list[str]:
+    """Efficiency: the computation of a step, divided by the time of the step. With overlap, gradients are reduced while
+    the backward pass computes others."""
+    if compute_s is None:
+        alone_s = communication_s * GOAL / (1 - GOAL)
+        overlapped_s = communication_s / (1 / GOAL - 1 + BACKWARD)
+        return [
+            f"an efficiency of {GOAL:.0%} needs {show(alone_s, TIMES)} of computation in a step, "
+            f"with overlap {show(overlapped_s, TIMES)}"
+        ]
+    alone = compute_s / (compute_s + communication_s)
+    overlapped = compute_s / (compute_s + max(0.0, communication_s - BACKWARD * compute_s))
+    return [f"efficiency with {show(compute_s, TIMES)} of computation: {alone:.1%}, with overlap {overlapped:.1%}"]
+
+
+def _quantity(unit: dict[str, float], zero: bool = False) -> Callable[[str], float]:
+    def convert(text: str) -> float:
+        try:
+            value = units.parse(text, unit)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        if not value and not zero:
+            raise argparse.ArgumentTypeError(f"expected more than 0, got {text!r}")
+        return value
+
+    return convert
+
+
+def _whole(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected a whole number > 0, got {text!r}")
+    return int(text)
+
+
+def _parser(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser(prog=program("model"), description=_DESCRIPTION)
+    add = parser.add_argument
+    add("--hosts", type=_whole, required=True, metavar="N", help="number of hosts")
+    add("--ranks", type=_whole, default=1, metavar="N", help="ranks of each host; default 1")
+    add("--link", type=_quantity(RATES), required=True, metavar="RATE", help="of a host's link: 100Gbit/s, 12.5GB/s")
+    add("--latency", type=_quantity(TIMES, zero=True), required=True, metavar="TIME", help="one way: 5us, 0.2ms")
+    add("--set", default="resnet50", metavar="SET", help="gradients: resnet50 (default), transformer, small, or 64MiB")
+    add("--compute", type=_quantity(TIMES), metavar="TIME", help="computation of a step, for the efficiency")
+    add("--packet", type=_whole, default=1500, metavar="BYTES", help="of a packet (MTU); default 1500")
+    add("--measure", action="store_true", help="measure the constants of this host that are not given, in 5 s")
+    defaults = {field.name: field.default for field in dataclasses.fields(Machine)}
+    for name, (field, unit, meaning) in _CONSTANTS.items():
+        kind, default = ("TIME" if unit is TIMES else "RATE"), show(defaults[field], unit)  # type: ignore[arg-type]
+        add(name, dest=field, type=_quantity(unit), metavar=kind, help=f"{meaning}; default {default}")
+    return parser.parse_args(arguments)
