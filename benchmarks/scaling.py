@@ -75,7 +75,9 @@ def measure(layouts, rates, latencies):
         for layout in layouts:
             with hosts(layout[0], pathlib.Path(directory)) as here:
                 empty = measure_links(here, emulator, layout, *EMPTY, [4])[4][1]
-                message_s = empty / len(costs.header_messages(*layout, 4)) - 1e-6 * EMPTY[1]
+                message_s = (empty - costs.Machine.python_s) / len(costs.header_messages(layout[0], 4)) - 1e-6 * EMPTY[
+                    1
+                ]
                 for rate in rates:
                     for latency in latencies:
                         times = measure_links(here, emulator, layout, rate, latency, SIZES)
@@ -90,7 +92,11 @@ def modelled(row):
     machine = costs.Machine(
         row["latency"] * 1e-6, row["rate"] * 1e6 / 8, message_s=row["message_s"], packet_bytes=PACKET_BYTES
     )
-    return {nbytes: costs.two_level_ring(*row["layout"], nbytes, machine).total_s for nbytes in map(int, row["times"])}
+    found = {}
+    for nbytes in map(int, row["times"]):
+        cost = costs.ALGORITHMS[costs.used(*row["layout"], nbytes)]
+        found[nbytes] = cost(*row["layout"], nbytes, machine).total_s
+    return found
 
 
 def cells(row):

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 from allred.command_line import Parser, fail, parse, program
 from allred.cost_model import units
-from allred.cost_model.costs import ALGORITHMS, Cost, Machine, fastest
+from allred.cost_model.costs import ALGORITHMS, Cost, Machine, fastest, used
 from allred.cost_model.units import RATES, SIZES, TIMES, show
 from allred.wording import count
 
 _DESCRIPTION = """\
 Computes how long the communication of a training step takes, without running it: for a flat ring over all ranks, and
-for allred, which sums within a host in shared memory, with a ring or with recursive halving between hosts. It shows
+for allred, which sums within a host in shared memory, with recursive halving or with a ring between hosts. It shows
 which algorithm is the fastest for which sizes, the efficiency, and what limits. docs/scaling.md has the formulas, and
 compares them with measurements.
 """
@@ -75,7 +75,8 @@ def _report(hosts: int, ranks: int, machine: Machine, nbytes: float, what: str, 
     lines += _table(costs)
     lines += ["", "fastest by size:", *_winners(hosts, ranks, machine), ""]
     best = fastest(hosts, ranks, nbytes, machine)
-    lines.append(f"{what}: {best} is the fastest; {costs[best].limit} limits it")
+    lines.append(f"fastest for {what}: {best}; {costs[best].limit} limits it")
+    lines.append(f"allred uses: {used(hosts, ranks, nbytes)}")
     return lines + _efficiency(costs[best].total_s, compute_s)
 
 
@@ -84,7 +85,7 @@ def _table(costs: dict[str, Cost]) -> list[str]:
     for name, cost in costs.items():
         times = cost.total_s, cost.latency_s, cost.wire_s, cost.memory_s, cost.python_s
         rows.append([name, *(show(each, TIMES) for each in times), cost.limit])
-    return [f"{row[0]:18}{''.join(f'{cell:>10}' for cell in row[1:])}" for row in rows]
+    return [f"{row[0]:20}{''.join(f'{cell:>9}' for cell in row[1:])}" for row in rows]
 
 
 def _winners(hosts: int, ranks: int, machine: Machine) -> list[str]:
@@ -96,7 +97,7 @@ def _winners(hosts: int, ranks: int, machine: Machine) -> list[str]:
         if not begins or times[begins[-1][0]] > TIE * times[best]:
             begins.append((best, show(nbytes, SIZES)))
     ends = [f" to {begin}" for _, begin in begins[1:]] + [""]
-    return [f"  {name:18} from {begin}{end}" for (name, begin), end in zip(begins, ends, strict=True)]
+    return [f"  {name:20} from {begin}{end}" for (name, begin), end in zip(begins, ends, strict=True)]
 
 
 def _efficiency(communication_s: float, compute_s: float | None) -> list[str]:

@@ -1,20 +1,22 @@
 """Times of an allreduce on `hosts` hosts with `ranks` ranks each, by three algorithms. Pure functions.
 
-ring               the flat ring of NCCL and gloo: 2 (n - 1) steps, each with a chunk of 1/n of the bytes, over n ranks
-two-level ring     allred: sums within a host in shared memory, then a ring between hosts, in windows (csrc/network.h)
-two-level halving  the same with recursive halving and doubling between hosts
+ring                 the flat ring of NCCL and gloo over n ranks: 2 (n - 1) steps, each with a chunk of 1/n of the bytes
+two-level recursive  allred: sums within a host in shared memory, then recursive halving and doubling between hosts, in
+                     windows (csrc/network.h, csrc/network_schedule.h)
+two-level ring       the same with a ring between hosts
 
-A step of an algorithm between hosts takes at least one message: latency_s + message_s + one packet on the wire. In a
-streamed ring a host forwards a byte as soon as it is received and added, so a step takes the longer one of a message
-and of its bytes on the wire. docs/scaling.md compares the model with measurements.
+Each step that follows another takes at least one message: latency_s + message_s, and its bytes on the wire. In the ring
+between hosts a host forwards a byte as soon as it is received and added, so a step takes the longer one of a message
+and of its bytes. docs/scaling.md compares the model with measurements.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-HEADER_BYTES, HEAD_BYTES = 64, 16  # of a rank; of a message (csrc/header.h, csrc/network.c)
-SMALL_BYTES = 2**14  # a sum that travels with the headers
+MESSAGE_BYTES = 88  # a message with the headers of all ranks, which agree (csrc/network.c)
+SMALL_BYTES = 2**14  # of a sum, in all messages of a round: it travels with the headers
+LARGEST_RADIX, LATENCY_BYTES = 7, 2**16  # csrc/network_schedule.h; network_schedule.c
 LEAST_WINDOW_BYTES, MOST_WINDOW_BYTES, BLOCK_BYTES = 2**20, 2**23, 2**17  # comm/backends/tcp.py:window_bytes
 
 
@@ -64,52 +66,51 @@ def message_s(machine: Machine, nbytes: float = 0.0) -> float:
     return machine.latency_s + machine.message_s + nbytes / machine.payload_bytes_per_s
 
 
-def power_of_two(hosts: int) -> int:
-    """The largest power of two that is at most `hosts`."""
-    return 1 << (hosts.bit_length() - 1)
+def levels(hosts: int) -> tuple[list[int], bool]:
+    """Return the radix of each level of a recursive exchange, and whether some hosts only take part through others.
 
-
-def header_messages(hosts: int, ranks: int, data_bytes: float) -> list[float]:
-    """The bytes of each message of the round of headers: recursive doubling over a power of two of hosts. The other
-    hosts send theirs before it, and get the result after it.
-
-    >>> header_messages(4, 1, 0), header_messages(3, 1, 0)
-    ([80.0, 144.0], [80.0, 144.0, 208.0])
+    >>> levels(8), levels(6), levels(11), levels(1)
+    (([2, 2, 2], False), ([2, 3], False), ([2, 5], True), ([], False))
     """
-    if hosts == 1:
-        return []
-    whole = power_of_two(hosts)
-    known = [2**number * hosts / whole for number in range(whole.bit_length() - 1)]  # hosts of which one knows
-    counts = known if whole == hosts else [1.0, *known, float(hosts)]
-    return [HEAD_BYTES + HEADER_BYTES * ranks * math.ceil(count) + data_bytes for count in counts]
+    for members in range(hosts, 0, -1):
+        found, rest = [], members
+        for radix in range(2, LARGEST_RADIX + 1):
+            while rest % radix == 0:
+                found.append(radix)
+                rest //= radix
+        if rest == 1:
+            break
+    return found, members < hosts
 
 
-def _windows(nbytes: float, hosts: int, ranks: int) -> Iterator[tuple[float, int]]:
-    """Yield (bytes, number) of the windows of each size."""
-    whole = window_bytes(hosts, ranks)
-    count, rest = divmod(nbytes, whole)
-    if count:
-        yield float(whole), int(count)
-    if rest:
-        yield rest, 1
+def header_messages(hosts: int, data_bytes: float) -> list[float]:
+    """Return the bytes that a host sends in each round of headers, with a sum of `data_bytes`.
+
+    >>> header_messages(4, 0), header_messages(3, 0), header_messages(11, 0)
+    ([88, 88], [176], [88, 88, 352, 88])
+    """
+    radixes, folded = levels(hosts)
+    messages = [1] * folded + [radix - 1 for radix in radixes] + [1] * folded
+    return [count * (MESSAGE_BYTES + data_bytes) for count in messages]
 
 
 def _ring_s(machine: Machine, hosts: int, ranks: int, nbytes: float) -> tuple[float, float, float]:
-    """Return (time, messages that follow each other, bytes that a host sends) of a window."""
+    """Return (time, messages that follow each other, bytes that a host sends) of a window, up to the next one: it can
+    be sent while the last bytes are on their way."""
     steps, block = 2 * (hosts - 1), nbytes / hosts
-    first_s = message_s(machine, min(block, ranks * machine.packet_bytes))  # of each slice one packet
+    first_s = message_s(machine, min(block / ranks, machine.packet_bytes))
     wire_s = block / machine.payload_bytes_per_s
     return (steps - 1) * max(first_s, wire_s) + wire_s, steps - 1, steps * block
 
 
-def _halving_s(machine: Machine, hosts: int, ranks: int, nbytes: float) -> tuple[float, float, float]:
-    """As _ring_s, of recursive halving and doubling."""
-    whole = power_of_two(hosts)
-    sent = [2 * nbytes / 2**number for number in range(1, whole.bit_length())]
-    if whole < hosts:
-        sent.append(2 * nbytes)
-    steps = 2 * len(sent)
-    return steps * message_s(machine) + sum(sent) / machine.payload_bytes_per_s, steps, sum(sent)
+def _recursive_s(machine: Machine, hosts: int, ranks: int, nbytes: float) -> tuple[float, float, float]:
+    """As _ring_s. At a level a host sends a part to each of the others of its group. A host that takes part through
+    another one gives it all bytes, and gets them back."""
+    radixes, folded = levels(hosts)
+    members = math.prod(radixes)
+    sent = (2 * (members - 1) / members + folded) * nbytes
+    steps = 2 * len(radixes) + folded
+    return (steps - 1) * message_s(machine) + sent / machine.payload_bytes_per_s, steps - 1, sent
 
 
 _Passes = Callable[[Machine, int, int, float], tuple[float, float, float]]
@@ -118,19 +119,23 @@ _Passes = Callable[[Machine, int, int, float], tuple[float, float, float]]
 def _two_level(passes: _Passes, hosts: int, ranks: int, nbytes: float, machine: Machine) -> Cost:
     """The round of headers, then windows one after the other. Copies and sums of a window overlap with the wire, except
     for the first window and the last one."""
-    small = 0 < nbytes <= SMALL_BYTES and hosts > 1
-    messages = header_messages(hosts, ranks, nbytes if small else 0)
+    radixes, folded = levels(hosts)
+    small = 0 < nbytes <= SMALL_BYTES / (max(radixes, default=2) - 1)
+    messages = header_messages(hosts, nbytes if small else 0)
     latency_s = len(messages) * message_s(machine)
     wire_s = sum(messages) / machine.payload_bytes_per_s
     copy_s, add_s = 1 / machine.copy_bytes_per_s, 1 / machine.sum_bytes_per_s
-    memory_s = HEADER_BYTES * hosts * ranks * copy_s
-    within_s = 2 * copy_s + (ranks - 1) / ranks * add_s  # of a byte: to a window, the sum of the host, and back
+    memory_s = 0.0
+    within_s = 2 * copy_s + (ranks - 1) / ranks * add_s  # a byte to a window, the sum of the host, and back
     total_s = machine.python_s + latency_s + wire_s + memory_s
     if small or hosts == 1:
         memory_s += within_s * nbytes
         return Cost(total_s + within_s * nbytes, latency_s, wire_s, memory_s, machine.python_s)
     network_s = rank_s = first_s = 0.0
-    for each, count in _windows(nbytes, hosts, ranks):
+    whole = window_bytes(hosts, ranks)
+    for each, count in ((whole, nbytes // whole), (nbytes % whole, 1)):
+        if not each * count:
+            continue
         took_s, follow, sent = passes(machine, hosts, ranks, each)
         between_s = sent / ranks / machine.stream_bytes_per_s + (hosts - 1) / hosts * each / ranks * add_s
         network_s += count * took_s
@@ -140,6 +145,8 @@ def _two_level(passes: _Passes, hosts: int, ranks: int, nbytes: float, machine: 
         wire_s += count * sent / machine.payload_bytes_per_s
     if nbytes:
         network_s += message_s(machine)  # the last bytes
+    if folded and passes is _recursive_s:
+        network_s += message_s(machine, min(nbytes, whole))  # the first window, to the host that acts for this one
     total_s += max(network_s + first_s, rank_s)
     return Cost(total_s, latency_s, wire_s, memory_s + rank_s, machine.python_s)
 
@@ -149,9 +156,9 @@ def two_level_ring(hosts: int, ranks: int, nbytes: float, machine: Machine) -> C
     return _two_level(_ring_s, hosts, ranks, nbytes, machine)
 
 
-def two_level_halving(hosts: int, ranks: int, nbytes: float, machine: Machine) -> Cost:
+def two_level_recursive(hosts: int, ranks: int, nbytes: float, machine: Machine) -> Cost:
     """allred with recursive halving and doubling between hosts."""
-    return _two_level(_halving_s, hosts, ranks, nbytes, machine)
+    return _two_level(_recursive_s, hosts, ranks, nbytes, machine)
 
 
 def flat_ring(hosts: int, ranks: int, nbytes: float, machine: Machine) -> Cost:
@@ -172,19 +179,27 @@ def flat_ring(hosts: int, ranks: int, nbytes: float, machine: Machine) -> Cost:
     return Cost(machine.python_s + parts[0], parts[1], parts[2], parts[3], machine.python_s)
 
 
-ALGORITHMS = {"ring": flat_ring, "two-level halving": two_level_halving, "two-level ring": two_level_ring}
+ALGORITHMS = {"ring": flat_ring, "two-level recursive": two_level_recursive, "two-level ring": two_level_ring}
 
 
 def fastest(hosts: int, ranks: int, nbytes: float, machine: Machine) -> str:
-    """The name of the algorithm that takes the least time; of equal ones the first."""
+    """Return the name of the algorithm that takes the least time; of equal ones the first."""
     return min(ALGORITHMS, key=lambda name: ALGORITHMS[name](hosts, ranks, nbytes, machine).total_s)
 
 
+def used(hosts: int, ranks: int, nbytes: float) -> str:
+    """Return the name of the algorithm that allred uses (csrc/network_schedule.c:allred_recursive_bytes)."""
+    radixes, folded = levels(hosts)
+    saved = hosts - 1 - len(radixes) - folded
+    recursive = min(nbytes, window_bytes(hosts, ranks)) / ranks <= LATENCY_BYTES * max(saved, 0) / (1 + folded)
+    return "two-level recursive" if recursive else "two-level ring"
+
+
 def crossover_bytes(hosts: int, machine: Machine, ranks: int = 1) -> float:
-    """The bytes from which on the two-level ring is at least as fast as halving; inf if it is not at 16 GiB."""
+    """The bytes from which on the two-level ring is at least as fast as recursive halving; inf: from none."""
 
     def ring_wins(nbytes: float) -> bool:
-        times = [function(hosts, ranks, nbytes, machine).total_s for function in (two_level_ring, two_level_halving)]
+        times = [function(hosts, ranks, nbytes, machine).total_s for function in (two_level_ring, two_level_recursive)]
         return times[0] <= times[1] * (1 + 1e-9)
 
     high = float(2**34)

@@ -1,6 +1,8 @@
 """Measures the constants of this host for the cost model, in a few seconds and without MPI's launcher."""
 
+import itertools
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -12,16 +14,10 @@ import numpy as np
 
 from allred.arrays import Array
 
-MEMORY_BYTES, PIECE_BYTES = 2**26, 2**20  # of an array: more than caches hold; of a window
-SENT_BYTES = 2**18  # at once, as csrc/network_windows.c
-PING = 64  # bytes of a message
-
-_ECHO = """
-import socket, sys
-peer = socket.socket(fileno=int(sys.argv[1]))
-while data := peer.recv(64):
-    peer.send(data)
-"""
+MEMORY_BYTES, PIECE_BYTES = 2**26, 2**20  # an array that is larger than caches; a window
+SENT_BYTES, STREAM_BYTES = 2**18, 2**22  # at once, as csrc/network_windows.c; of a sample
+MESSAGE = bytes(64)
+_ECHO = "import socket as s, sys\np = s.socket(fileno=int(sys.argv[1]))\nwhile data := p.recv(64): p.send(data)"
 
 
 def measure(ranks: int) -> dict[str, float]:
@@ -36,6 +32,15 @@ def measure(ranks: int) -> dict[str, float]:
     }
 
 
+def _times(count: int, call: Callable[[], object]) -> list[float]:
+    """Return the seconds of each of `count` calls."""
+    ends = [time.perf_counter()]
+    for _ in range(count):
+        call()
+        ends.append(time.perf_counter())
+    return [end - begin for begin, end in itertools.pairwise(ends)]
+
+
 def _quiet(times: list[float]) -> float:
     """Return the 10th percentile: other processes use the machine too, and the first calls are slow."""
     return float(np.percentile(times, 10))
@@ -47,12 +52,8 @@ def _memory_bytes_per_s(threads: int, work: Callable[[Array, Array], object]) ->
 
     def run() -> None:
         pieces = np.ones((MEMORY_BYTES // PIECE_BYTES, PIECE_BYTES // 4), np.float32)
-        window = np.zeros_like(pieces[0])
-        for _ in range(8):
-            for piece in pieces:
-                start = time.perf_counter()
-                work(window, piece)
-                times.append(time.perf_counter() - start)
+        window, order = np.zeros_like(pieces[0]), itertools.cycle(pieces)
+        times.extend(_times(8 * len(pieces), lambda: work(window, next(order))))
 
     running = [threading.Thread(target=run) for _ in range(threads)]
     for each in running:
@@ -79,13 +80,7 @@ def _message_s() -> float:
         words = [sys.executable, "-c", _ECHO, str(other.fileno())]
         child = subprocess.Popen(words, pass_fds=[other.fileno()])
         other.close()
-        times, data = [], bytes(PING)
-        for _ in range(2000):
-            start = time.perf_counter()
-            one.send(data)
-            one.recv(PING)
-            times.append(time.perf_counter() - start)
-        one.close()
+        times = _times(2000, lambda: (one.send(MESSAGE), one.recv(len(MESSAGE))))
     child.wait()
     return _quiet(times) / 2
 
@@ -93,21 +88,20 @@ def _message_s() -> float:
 def _stream_bytes_per_s() -> float:
     """Return the bytes per second that one thread sends and receives, as a rank does."""
     one, other = _connection()
-    buffer, times = bytearray(SENT_BYTES), []
+    buffer = bytearray(SENT_BYTES)
+
+    def pass_bytes() -> None:
+        moved = 0
+        while moved < STREAM_BYTES:
+            select.select([], [one], [])
+            moved += (left := one.send(buffer))
+            while left:
+                left -= other.recv_into(buffer, left)
+
     with one, other:
         one.setblocking(False)
-        for _ in range(20):
-            start, moved = time.perf_counter(), 0
-            while moved < 2**24:
-                try:
-                    sent = one.send(buffer)
-                except BlockingIOError:
-                    sent = 0
-                moved += sent
-                while sent > 0:
-                    sent -= other.recv_into(buffer)
-            times.append((time.perf_counter() - start) / moved)
-    return 1 / _quiet(times)
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * SENT_BYTES)
+        return STREAM_BYTES / _quiet(_times(100, pass_bytes))
 
 
 def _python_s() -> float:
@@ -118,10 +112,7 @@ def _python_s() -> float:
     parameters = [np.zeros(8, np.float32)]
     optimizer = allred.distributed(allred.optim.SGD(0.0))
     optimizer.broadcast(parameters)
-    gradients, times = [np.ones(8, np.float32)], []
-    for _ in range(2000):
-        start = time.perf_counter()
-        optimizer.step(parameters, gradients)
-        times.append(time.perf_counter() - start)
+    gradients = [np.ones(8, np.float32)]
+    times = _times(2000, lambda: optimizer.step(parameters, gradients))
     allred.shutdown()
     return _quiet(times)
