@@ -3,12 +3,12 @@
  *
  *   link_emulator BITS_PER_S LATENCY_US NAMESPACE...
  *
- * It makes a TUN device `slow` in each namespace, and is the switch between them; a packet for address a.b.c.d belongs to
- * namespace d, counted from 1. A link carries one packet at a time in each direction at the rate, and the switch is cut
- * through: a packet passes the link of the sender and that of the receiver at the same time, then takes the latency. No
- * packet is dropped. Acknowledgements do not wait for data, as with the queues fq and fq_codel of a host: a TUN device
- * takes all that a connection may send, and else they would wait for it. It prints a line when the devices exist, and
- * ends at the end of its input.
+ * It makes a TUN device `slow` in each namespace, and is the switch between them; a packet for address a.b.c.d belongs
+ * to namespace d, counted from 1. A link carries one packet at a time in each direction at the rate, and the switch is
+ * cut through: a packet passes the link of the sender and that of the receiver at the same time, then takes the
+ * latency. No packet is dropped. Acknowledgements do not wait for data, as with the queues fq and fq_codel of a host: a
+ * TUN device takes all that a connection may send, and else they would wait for it. It prints a line when the devices
+ * exist, and ends at the end of its input.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -142,11 +142,13 @@ int main(int count, char **words) {
   fflush(stdout);
   while (!polled[hosts].revents) {
     const double wait_s = move_packets() - now_s();
-    const struct timespec limit = {wait_s > 0 ? (time_t)wait_s : 0, wait_s > 0 ? (long)(1e9 * (wait_s - (time_t)wait_s)) : 0};
+    const struct timespec limit = {wait_s > 0 ? (time_t)wait_s : 0,
+                                   wait_s > 0 ? (long)(1e9 * (wait_s - (time_t)wait_s)) : 0};
     check(ppoll(polled, (nfds_t)hosts + 1, &limit, NULL), "ppoll");
     for (int host = 0; host < hosts; host++) {
       ssize_t bytes;
-      for (int left = polled[host].revents ? AT_ONCE : 0; left && (bytes = read(polled[host].fd, data, sizeof data)) > 0; left--)
+      for (int left = polled[host].revents ? AT_ONCE : 0;
+           left && (bytes = read(polled[host].fd, data, sizeof data)) > 0; left--)
         take(host, data, (size_t)bytes);
     }
   }

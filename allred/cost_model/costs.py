@@ -125,14 +125,11 @@ def _two_level(passes: _Passes, hosts: int, ranks: int, nbytes: float, machine: 
     latency_s = len(messages) * message_s(machine)
     wire_s = sum(messages) / machine.payload_bytes_per_s
     copy_s, add_s = 1 / machine.copy_bytes_per_s, 1 / machine.sum_bytes_per_s
-    memory_s = 0.0
     within_s = 2 * copy_s + (ranks - 1) / ranks * add_s  # a byte to a window, the sum of the host, and back
-    total_s = machine.python_s + latency_s + wire_s + memory_s
+    total_s, whole = machine.python_s + latency_s + wire_s, window_bytes(hosts, ranks)
     if small or hosts == 1:
-        memory_s += within_s * nbytes
-        return Cost(total_s + within_s * nbytes, latency_s, wire_s, memory_s, machine.python_s)
+        return Cost(total_s + within_s * nbytes, latency_s, wire_s, within_s * nbytes, machine.python_s)
     network_s = rank_s = first_s = 0.0
-    whole = window_bytes(hosts, ranks)
     for each, count in ((whole, nbytes // whole), (nbytes % whole, 1)):
         if not each * count:
             continue
@@ -147,8 +144,7 @@ def _two_level(passes: _Passes, hosts: int, ranks: int, nbytes: float, machine: 
         network_s += message_s(machine)  # the last bytes
     if folded and passes is _recursive_s:
         network_s += message_s(machine, min(nbytes, whole))  # the first window, to the host that acts for this one
-    total_s += max(network_s + first_s, rank_s)
-    return Cost(total_s, latency_s, wire_s, memory_s + rank_s, machine.python_s)
+    return Cost(total_s + max(network_s + first_s, rank_s), latency_s, wire_s, rank_s, machine.python_s)
 
 
 def two_level_ring(hosts: int, ranks: int, nbytes: float, machine: Machine) -> Cost:
@@ -202,14 +198,12 @@ def crossover_bytes(hosts: int, machine: Machine, ranks: int = 1) -> float:
         times = [function(hosts, ranks, nbytes, machine).total_s for function in (two_level_ring, two_level_recursive)]
         return times[0] <= times[1] * (1 + 1e-9)
 
-    high = float(2**34)
-    if not ring_wins(high):
-        return math.inf
-    low = high
-    while low > 1 and ring_wins(low):
-        high, low = low, low / 2
-    if low <= 1:
+    losing = [2.0**power for power in range(35) if not ring_wins(2.0**power)]
+    if not losing:
         return 0.0
+    low, high = losing[-1], 2 * losing[-1]
+    if high > 2**34:
+        return math.inf
     while high - low > 1:
         middle = (low + high) / 2
         low, high = (low, middle) if ring_wins(middle) else (middle, high)

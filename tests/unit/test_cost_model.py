@@ -114,6 +114,14 @@ def test_the_ring_never_wins_if_a_window_is_too_small_for_the_latency():
     assert crossover_bytes(512, FAST, ranks=8) == math.inf
 
 
+@pytest.mark.parametrize(
+    ("hosts", "ranks", "most"), [(2, 1, 0), (3, 1, 2**16), (8, 1, 2**18), (8, 2, 2**19), (11, 1, 7 * 2**15)]
+)
+def test_allred_uses_the_ring_for_more_bytes_than_csrc_network_schedule(hosts, ranks, most):
+    assert costs.used(hosts, ranks, most) == "two-level recursive"
+    assert costs.used(hosts, ranks, most + 4) == "two-level ring"
+
+
 def test_the_sizes_of_windows_are_the_ones_of_the_backend():
     from allred.comm.backends import tcp
 
