@@ -78,9 +78,8 @@ def measure(layouts, rates, latencies):
         for layout in layouts:
             with hosts(layout[0], pathlib.Path(directory)) as here:
                 empty = min(measure_links(here, emulator, layout, *EMPTY, [4])[4][1] for _ in range(2))
-                message_s = (empty - costs.Machine.python_s) / len(costs.header_messages(layout[0], 4)) - 1e-6 * EMPTY[
-                    1
-                ]
+                messages = costs.header_messages(layout[0])
+                message_s = (empty - costs.Machine.python_s - 1e-6 * EMPTY[1] * len(messages)) / sum(messages)
                 for rate in rates:
                     for latency in latencies:
                         times = measure_links(here, emulator, layout, rate, latency, SIZES)

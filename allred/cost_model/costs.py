@@ -83,24 +83,23 @@ def levels(hosts: int) -> tuple[list[int], bool]:
     return found, members < hosts
 
 
-def header_messages(hosts: int, data_bytes: float) -> list[float]:
-    """Return the bytes that a host sends in each round of headers, with a sum of `data_bytes`.
+def header_messages(hosts: int) -> list[int]:
+    """Return how many messages a host sends in each round of headers.
 
-    >>> header_messages(4, 0), header_messages(3, 0), header_messages(11, 0)
-    ([88, 88], [176], [88, 88, 352, 88])
+    >>> header_messages(4), header_messages(3), header_messages(11)
+    ([1, 1], [2], [1, 1, 4, 1])
     """
     radixes, folded = levels(hosts)
-    messages = [1] * folded + [radix - 1 for radix in radixes] + [1] * folded
-    return [count * (MESSAGE_BYTES + data_bytes) for count in messages]
+    return [1] * folded + [radix - 1 for radix in radixes] + [1] * folded
 
 
 def _ring_s(machine: Machine, hosts: int, ranks: int, nbytes: float) -> tuple[float, float, float]:
-    """Return (time, messages that follow each other, bytes that a host sends) of a window, up to the next one: it can
-    be sent while the last bytes are on their way."""
+    """Return (time, its part of messages that follow each other, bytes that a host sends) of a window, up to the next
+    one: it can be sent while the last bytes are on their way."""
     steps, block = 2 * (hosts - 1), nbytes / hosts
     first_s = message_s(machine, min(block / ranks, machine.packet_bytes))
     wire_s = block / machine.payload_bytes_per_s
-    return (steps - 1) * max(first_s, wire_s) + wire_s, steps - 1, steps * block
+    return (steps - 1) * max(first_s, wire_s) + wire_s, (steps - 1) * message_s(machine), steps * block
 
 
 def _recursive_s(machine: Machine, hosts: int, ranks: int, nbytes: float) -> tuple[float, float, float]:
@@ -109,8 +108,9 @@ def _recursive_s(machine: Machine, hosts: int, ranks: int, nbytes: float) -> tup
     radixes, folded = levels(hosts)
     members = math.prod(radixes)
     sent = (2 * (members - 1) / members + folded) * nbytes
-    steps = 2 * len(radixes) + folded
-    return (steps - 1) * message_s(machine) + sent / machine.payload_bytes_per_s, steps - 1, sent
+    steps, messages = 2 * len(radixes) + folded - 1, 2 * (sum(radixes) - len(radixes)) + folded - 1
+    latency_s = steps * machine.latency_s + messages * machine.message_s
+    return latency_s + sent / machine.payload_bytes_per_s, latency_s, sent
 
 
 _Passes = Callable[[Machine, int, int, float], tuple[float, float, float]]
@@ -121,9 +121,9 @@ def _two_level(passes: _Passes, hosts: int, ranks: int, nbytes: float, machine: 
     for the first window and the last one."""
     radixes, folded = levels(hosts)
     small = 0 < nbytes <= SMALL_BYTES / (max(radixes, default=2) - 1)
-    messages = header_messages(hosts, nbytes if small else 0)
-    latency_s = len(messages) * message_s(machine)
-    wire_s = sum(messages) / machine.payload_bytes_per_s
+    messages = header_messages(hosts)
+    latency_s = len(messages) * machine.latency_s + sum(messages) * machine.message_s
+    wire_s = sum(messages) * (MESSAGE_BYTES + small * nbytes) / machine.payload_bytes_per_s
     copy_s, add_s = 1 / machine.copy_bytes_per_s, 1 / machine.sum_bytes_per_s
     within_s = 2 * copy_s + (ranks - 1) / ranks * add_s  # a byte to a window, the sum of the host, and back
     total_s, whole = machine.python_s + latency_s + wire_s, window_bytes(hosts, ranks)
@@ -133,12 +133,12 @@ def _two_level(passes: _Passes, hosts: int, ranks: int, nbytes: float, machine: 
     for each, count in ((whole, nbytes // whole), (nbytes % whole, 1)):
         if not each * count:
             continue
-        took_s, follow, sent = passes(machine, hosts, ranks, each)
+        took_s, follow_s, sent = passes(machine, hosts, ranks, each)
         between_s = sent / ranks / machine.stream_bytes_per_s + (hosts - 1) / hosts * each / ranks * add_s
         network_s += count * took_s
         rank_s += count * (within_s * each + between_s)
         first_s = first_s or within_s * each
-        latency_s += count * follow * message_s(machine)
+        latency_s += count * follow_s
         wire_s += count * sent / machine.payload_bytes_per_s
     if nbytes:
         network_s += message_s(machine)  # the last bytes

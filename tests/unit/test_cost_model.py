@@ -72,7 +72,7 @@ def test_eleven_hosts_are_ten_and_one_that_takes_part_through_another():
     assert costs.levels(11) == ([2, 5], True)
     sent = two_level_recursive(11, 1, 2**24, WIRE).wire_s * WIRE.payload_bytes_per_s
     assert sent == pytest.approx((2 * 9 / 10 + 1) * 2**24, rel=1e-3)
-    messages, one = len(costs.header_messages(11, 0)), Machine(1.0, 1e12, message_s=0.0, python_s=0.0)
+    messages, one = len(costs.header_messages(11)), Machine(1.0, 1e12, message_s=0.0, python_s=0.0)
     assert two_level_recursive(11, 1, 2**16, one).total_s == pytest.approx(messages + 2 + 2 * 2, rel=1e-3)
 
 
@@ -80,7 +80,7 @@ def test_eleven_hosts_are_ten_and_one_that_takes_part_through_another():
     ("hosts", "messages"), [(1, 0), (2, 1), (3, 1), (4, 2), (7, 1), (8, 3), (11, 4), (512, 9), (1000, 6)]
 )
 def test_small_sums_take_one_message_for_each_level(hosts, messages):
-    assert len(costs.header_messages(hosts, 4)) == messages
+    assert len(costs.header_messages(hosts)) == messages
     assert two_level_ring(hosts, 8, 4, SLOW) == two_level_recursive(hosts, 8, 4, SLOW)
 
 
@@ -94,7 +94,7 @@ def test_the_flat_ring_is_slower_with_many_ranks_and_few_bytes(machine, hosts, n
 
 def test_a_ring_with_large_blocks_hides_the_latency_of_all_steps_but_the_last():
     far = Machine(1e-3, WIRE.link_bytes_per_s, message_s=0.0, python_s=0.0)
-    headers = len(costs.header_messages(4, 0))
+    headers = len(costs.header_messages(4))
     assert two_level_ring(4, 1, 2**22, far).total_s - two_level_ring(4, 1, 2**22, WIRE).total_s == pytest.approx(
         (headers + 1) * 1e-3
     )
