@@ -49,7 +49,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from allred.runtime import timings
-from allred.watch.records import Event, ExpendableWorkers, LostRank, Record, Records
+from allred.watch.records import Event, ExpendableWorkers, LostRank, Records
 from allred.watch.release import Release
 from allred.watch.stalls import Stalls
 from allred.wording import named
@@ -140,13 +140,15 @@ class JobState:
         """Pass the verdict for an expendable rank that is gone, according to a message: the ends of the ranks of other
         nodes are no longer known."""
         self._ranks.now, rank = now, gone["rank"]
-        self._ranks.setdefault(rank, Record(gone["host"], end="dead"))
+        if rank not in self._ranks:
+            self._ranks.join(rank, gone["host"])
+            self._ranks.end(rank, "dead")
         self._set_verdict(rank, self._ranks.line(rank, gone["how"]), gone["code"])
 
     # Events.
 
     def _joined(self, rank: int, event: Event) -> None:
-        self._ranks[rank] = Record(event["host"])
+        self._ranks.join(rank, event["host"])
         if self._verdict_sent and self.verdict is not None:
             self._ranks.out.append((rank, self.verdict))
         self._ranks.out += [(rank, self._gone(lost)) for lost in self._expendable.gone]
@@ -265,8 +267,7 @@ class JobState:
             self._ranks.announce(printed[0][0], "\nallred: ".join(line for _, line in printed))
 
     def _end(self, rank: int, how: str) -> None:
-        record = self._ranks[rank]
-        record.end, record.end_at, record.waits_in = how, self._ranks.now, ""
+        self._ranks.end(rank, how)
         if how == "unwound":
             self._release.unwound(rank)
 
@@ -287,7 +288,7 @@ class JobState:
 
     def _check_expendable(self) -> None:
         """Print that the others continue. When all ranks have ended, let one of them end the job."""
-        running = [rank for rank, record in self._ranks.items() if not record.end]
+        running = self._ranks.running
         due = [text for at, text in self._notices if self._ranks.now >= at and running]
         self._notices = [notice for notice in self._notices if notice[1] not in due]
         for text in due:
@@ -318,7 +319,7 @@ class JobState:
             for each in lost:
                 self._continue_without(each, LostRank(event["how"], 1, ""))
             self._notices.append((self._ranks.now, f"{event['how']}; the other ranks continue"))
-        elif self.verdict is None and any(not record.end for record in self._ranks.values()):
+        elif self.verdict is None and self._ranks.running:
             self._set_verdict(rank, event["how"], 1)
 
     def _orphaned(self, rank: int, event: Event) -> None:
@@ -338,9 +339,8 @@ class JobState:
         """Set the verdict. more: traceback of the rank; timeout: whether all raise CollectiveTimeout; brief: replaces
         the first line of the text."""
         self._stalls.stop()
-        for record in self._ranks.values():
-            if record.end == "gone":
-                record.end = ""  # it reports that it has unwound, as all ranks do now
+        for gone in self._ranks.ended("gone"):
+            self._ranks.end(gone, "")  # it reports that it has unwound, as all ranks do now
         self.verdict = {
             "kind": "verdict", "rank": rank, "host": self._ranks[rank].host, "code": code, "traceback": "",
             "text": text[:timings.VERDICT_CHARS], "brief": text.partition("\n")[0], "timeout": False, **more,
@@ -351,12 +351,11 @@ class JobState:
     def _kill_late(self, rank: int, text: str, code: int, timeout: bool) -> None:
         """A wait of this rank has reached its limit, in an elastic job: kill the ranks that do not wait. If all wait,
         for different operations, that is the verdict."""
-        late = [each for each, record in self._ranks.items() if not record.waits_in and not record.end]
+        late = sorted(self._ranks.running - self._ranks.waiting)
         if not (late or self._killed):
             return self._set_verdict(rank, text, code, timeout=timeout)
-        for other, record in self._ranks.items():
-            if record.waits_in:
-                self._ranks.out.append((other, {"kind": "extend", "again_s": timings.LIMIT_VERDICT_S}))
+        for other in sorted(self._ranks.waiting):
+            self._ranks.out.append((other, {"kind": "extend", "again_s": timings.LIMIT_VERDICT_S}))
         if new := [each for each in late if each not in self._killed]:
             self._killed.update(new)
             self._ranks.out += [(None, {"kind": "kill", "rank": each}) for each in new]
@@ -369,11 +368,14 @@ class JobState:
             self._ranks.out.append((None, self.verdict))
 
     def _check_left(self) -> None:
-        before = self._ranks.now - timings.LEFT_RANK_S
-        left = {rank for rank, record in self._ranks.items() if record.end and before >= record.end_at}
-        for rank, record in sorted(self._ranks.items()) if left else ():
-            never_come = left if record.members is None else left.intersection(record.members)
-            if never_come and record.waits_in and record.waits_for_peers and before >= record.since:
+        before, ranks = self._ranks.now - timings.LEFT_RANK_S, self._ranks
+        if not ranks.waiting or len(ranks.running) == len(ranks):
+            return
+        waiting = sorted(rank for rank in ranks.waiting if ranks[rank].waits_for_peers and before >= ranks[rank].since)
+        left = {rank for rank, record in ranks.items() if record.end and before >= record.end_at} if waiting else set()
+        for rank in waiting if left else ():
+            record = ranks[rank]
+            if never_come := left if record.members is None else left.intersection(record.members):
                 never = f"and will never call {record.waits_in}, in which rank {rank} waits{record.earlier}"
                 return self._set_verdict_of_left(never_come, never)
 

@@ -44,7 +44,6 @@ class Record:
     host: str
     role: str = ""
     waits_in: str = ""
-    busy: bool = False  # with work that has no time limit
     earlier: str = ""  # errors of operations before that one, as the end of a line
     waits_for_peers: bool = False  # whether the operation cannot complete if another rank has ended
     members: Collection[int] | None = None  # the ranks of the operation; None: all
@@ -58,12 +57,43 @@ class Record:
 
 class Records(dict[int, Record]):
     """The records of the ranks that have joined, by rank. now: the time of the current event or tick. out: the messages
-    to send: (rank, message) to a rank, (None, message) to all watchers."""
+    to send: (rank, message) to a rank, (None, message) to all watchers.
+
+    running: the ranks that have not ended. waiting: those that wait in an operation. left_at: when the first rank left.
+    A tick comes after each event, so it must not look at all records while nothing happens.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
         self.out: list[tuple[int | None, Event]] = []
+        self.running, self.waiting, self._busy = set[int](), set[int](), set[int]()
+        self.left_at = float("inf")
+
+    def join(self, rank: int, host: str) -> None:
+        """A rank is watched from now on."""
+        self[rank] = Record(host)
+        self.running.add(rank)
+        self.waiting.discard(rank)
+        self._busy.discard(rank)
+
+    def end(self, rank: int, how: str) -> None:
+        """A rank has ended, as in `Record.end`; "": it runs again."""
+        record = self[rank]
+        record.end, record.end_at = how, self.now
+        self.set_wait(rank, "")
+        (self.running.discard if how else self.running.add)(rank)
+        if how == "left":
+            self.left_at = min(self.left_at, self.now)
+
+    def set_wait(self, rank: int, what: str) -> None:
+        """A rank waits in this operation; "": it no longer waits."""
+        self[rank].waits_in = what
+        (self.waiting.add if what else self.waiting.discard)(rank)
+
+    def set_busy(self, rank: int, is_busy: bool) -> None:
+        """Whether a rank does work that has no time limit."""
+        (self._busy.add if is_busy else self._busy.discard)(rank)
 
     def ended(self, end: str) -> list[int]:
         """The ranks that have ended in that way, in ascending order."""
@@ -71,7 +101,7 @@ class Records(dict[int, Record]):
 
     def busy(self) -> list[int]:
         """The ranks that are busy and have not ended."""
-        return [rank for rank, record in self.items() if record.busy and not record.end]
+        return sorted(self._busy & self.running)
 
     def name(self, rank: int) -> str:
         """The rank and its role, for messages."""

@@ -50,6 +50,8 @@ class Release:
             self._hold(busy)
             return []
         late = self._clock is not None and self._ranks.now >= self._clock + timings.UNWIND_S
+        if self._ranks.running and not late:
+            return []
         lingering = self._ranks.ended("unwound")
         if not lingering:
             if (self._gone or self._has_lost_launcher) and late:
@@ -57,12 +59,8 @@ class Release:
                 self._clock = float("inf")
             return []
         chosen = culprit if culprit in lingering else lingering[0]
-        others_unwind = any(
-            not record.end
-            or (record.end == "unwound" and rank != chosen and self._ranks.now < record.end_at + timings.OUTPUT_S)
-            for rank, record in self._ranks.items()
-        )
-        if others_unwind and not late:
+        last_at = max((self._ranks[rank].end_at for rank in lingering if rank != chosen), default=0.0)
+        if not late and self._ranks.now < last_at + timings.OUTPUT_S:
             return []
         self._released, self._released_at = chosen, self._ranks.now
         return [chosen] if self._launcher else lingering

@@ -40,16 +40,19 @@ class Stalls:
         self._stacks: dict[int, str] = {}
         self._query_until = 0.0
         self._warned: tuple[int, str] | None = None  # the rank and the operation of the last warning
+        self._warn_at = float("inf")  # no warning of a wait is due before
         self._ended_warn_at = warn_s  # how long ended ranks wait before the next warning
 
     # Events.
 
     def waiting(self, rank: int, event: Event) -> None:
         record = self._ranks[rank]
-        record.waits_in, record.since = event["what"], self._ranks.now - event["since_s"]
+        self._ranks.set_wait(rank, event["what"])
+        record.since = self._ranks.now - event["since_s"]
         record.waits_for_peers, record.members = event["peers"], event.get("members")
         record.earlier = event.get("earlier", "")
         record.warn_at = float("inf") if event["quiet"] else record.since + self._warn_s
+        self._warn_at = min(self._warn_at, record.warn_at)
 
     def resumed(self, rank: int, event: Event) -> None:
         record = self._ranks[rank]
@@ -57,11 +60,11 @@ class Stalls:
             waited = self._ranks.now - record.since
             self._ranks.print(rank, f"rank {rank} no longer waits in {record.waits_in}, after {waited:.0f} s")
             self._warned = None
-        record.waits_in = ""
+        self._ranks.set_wait(rank, "")
 
     def busy(self, rank: int, event: Event) -> None:
         """Handle the event `busy`: a rank begins or ends work without a time limit, such as a checkpoint."""
-        self._ranks[rank].busy = event["is_busy"]
+        self._ranks.set_busy(rank, event["is_busy"])
         self._busy_at = self._ranks.now
 
     def limit(self, rank: int, event: Event) -> None:
@@ -93,22 +96,24 @@ class Stalls:
 
     def check(self) -> None:
         """Begin a query if a wait is long enough for a warning. Called in every tick."""
-        waiting = [rank for rank, record in self._ranks.items() if record.waits_in]
-        due = [rank for rank in waiting if self._ranks.now >= self._ranks[rank].warn_at]
-        if due and self._query is None:
-            rank = min(due)
-            self._begin_query({"event": "warn", "rank": rank, "what": self._ranks[rank].waits_in})
-            for other in waiting:
-                record = self._ranks[other]
-                if record.warn_at < float("inf"):
-                    record.warn_at = self._ranks.now + (WARN_FACTOR - 1) * (self._ranks.now - record.since)
+        if self._query is None and self._ranks.now >= self._warn_at:
+            waiting = {rank: self._ranks[rank] for rank in self._ranks.waiting}
+            if due := [rank for rank, record in waiting.items() if self._ranks.now >= record.warn_at]:
+                rank = min(due)
+                self._begin_query({"event": "warn", "rank": rank, "what": self._ranks[rank].waits_in})
+                for record in waiting.values():
+                    if record.warn_at < float("inf"):
+                        record.warn_at = self._ranks.now + (WARN_FACTOR - 1) * (self._ranks.now - record.since)
+            self._warn_at = min((record.warn_at for record in waiting.values()), default=float("inf"))
         self._check_ended()
 
     def _check_ended(self) -> None:
         """Warn if ranks have ended and wait in MPI_Finalize for others. That wait has no limit, because a rank may
         compute alone after its last collective. Servers report such workers themselves."""
+        if self._query is not None or self._ranks.now < self._ranks.left_at + self._ended_warn_at:
+            return
         since = finalize_wait_since(self._ranks)
-        if since is None or self._query is not None or self._ranks.now < since + self._ended_warn_at:
+        if since is None or self._ranks.now < since + self._ended_warn_at:
             return
         self._ended_warn_at = WARN_FACTOR * (self._ranks.now - since)
         self._begin_query({"event": "ended", "rank": self._ranks.ended("left")[0], "what": "", "since": since})
