@@ -107,6 +107,8 @@ class Channel:
         self.connection, self.longest = connection, longest
         self._received = bytearray()
         self._loop: Loop | None = None
+        self._unsent: bytearray | None = None  # None: a send waits
+        self._expiry: Timer | None = None
         if connection.family == socket.AF_UNIX:
             return
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -126,10 +128,11 @@ class Channel:
         handle: Callable[[list[Any]], object],
         lost: Callable[[Exception], object],
         receive: Callable[[], list[Any]] | None = None,
+        waits: bool = True,
     ) -> None:
         """Call `handle` with the messages of each receive. At the end of the connection, or if it carries anything that
         is not the protocol, close it and call `lost`. handle: may raise ValueError for such messages. receive: default:
-        `receive`."""
+        `receive`. waits: whether a send waits for a peer that does not read; else the loop sends the rest later."""
 
         def ready() -> None:
             try:
@@ -140,11 +143,25 @@ class Channel:
 
         self._loop = loop
         loop.on_input(self.connection, ready)
+        if not waits:
+            self.connection.setblocking(False)
+            self._unsent = bytearray()
 
     def close(self) -> None:
+        """Close the connection. What the loop has not sent yet is lost."""
+        if self._expiry is not None:
+            self._expiry.cancel()
         if self._loop is not None:
             self._loop.remove(self.connection)
         self.connection.close()
+
+    def finish(self) -> None:
+        """Send what the loop has not sent yet, and close the connection."""
+        if self._unsent:
+            with contextlib.suppress(OSError):
+                self.connection.settimeout(timings.SEND_S)
+                self.connection.sendall(self._unsent)
+        self.close()
 
     def detach(self) -> socket.socket:
         """Return the connection, without a time limit, for bytes that are no messages. Raises ConnectionError if some
@@ -160,11 +177,38 @@ class Channel:
 
     def send_line(self, line: str) -> None:
         """Send a line of text. An error shuts down the connection in both directions; the next receive reports it."""
+        data = line.encode() + b"\n"
+        if self._unsent is not None:
+            self._unsent += data
+            if len(self._unsent) == len(data):
+                self._send_unsent()
+            return
         try:
-            self.connection.sendall(line.encode() + b"\n")
+            self.connection.sendall(data)
         except OSError:
-            with contextlib.suppress(OSError):
-                self.connection.shutdown(socket.SHUT_RDWR)
+            self._shut_down()
+
+    def _send_unsent(self) -> None:
+        """Send as much as the kernel takes now. If it takes nothing for SEND_S, that is an error, as in `send_line`."""
+        assert self._loop is not None
+        assert self._unsent is not None
+        try:
+            del self._unsent[: self.connection.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            return self._shut_down()
+        if self._expiry is not None:
+            self._expiry.cancel()
+        self._expiry = self._loop.after(timings.SEND_S, self._shut_down) if self._unsent else None
+        self._loop.on_output(self.connection, self._send_unsent if self._unsent else None)
+
+    def _shut_down(self) -> None:
+        if self._unsent and self._loop is not None:
+            self._unsent.clear()
+            self._loop.on_output(self.connection, None)
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def receive_lines(self) -> list[str]:
         """Return the next complete lines; none if only a part of a line has arrived. Waits for the socket's timeout.

@@ -1,4 +1,4 @@
-"""The event loop of background processes: files that can be read, timers, and a wake-up from signals and threads.
+"""The event loop of background processes: files that are ready, timers, and a wake-up from signals and threads.
 
 One turn handles all files that are ready, then the timers that were due before it looked at the files. So everything
 that happened before the time of a timer is handled before the timer, even if this process got no core for a while.
@@ -41,7 +41,14 @@ class Loop:
 
     def on_input(self, file: File, call: Call) -> None:
         """Call `call` whenever there is something to read, until `remove`."""
-        self._selector.register(file, selectors.EVENT_READ, call)
+        self._selector.register(file, selectors.EVENT_READ, (call, None))
+
+    def on_output(self, file: File, call: Call | None) -> None:
+        """Call `call` whenever the file can be written; None: no longer. No effect if `on_input` does not watch it."""
+        with contextlib.suppress(KeyError, ValueError):
+            read, _ = self._selector.get_key(file).data
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if call else 0)
+            self._selector.modify(file, events, (read, call))
 
     def remove(self, file: File) -> None:
         """Watch a file no longer. No effect if it is not watched, or closed."""
@@ -58,9 +65,11 @@ class Loop:
         """Wait for a file or a timer, at most `limit_s` seconds, and make the calls. Return `now`."""
         self.now = now = time.monotonic()
         wait_s = min(limit_s, self._timers[0][0] - now if self._timers else float("inf"))
-        for key, _ in self._selector.select(max(wait_s, 0.0) if wait_s < float("inf") else None):
-            if self._selector.get_map().get(key.fd) is key:  # an earlier call may close it, and reuse its number
-                key.data()
+        for key, events in self._selector.select(max(wait_s, 0.0) if wait_s < float("inf") else None):
+            for event, call in zip((selectors.EVENT_READ, selectors.EVENT_WRITE), key.data, strict=True):
+                watched = self._selector.get_map().get(key.fd)
+                if events & event and watched is not None and watched.data[0] is key.data[0]:
+                    call()  # an earlier call may close the file, and reuse its number
         while self._timers and self._timers[0][0] <= now:
             timer = heapq.heappop(self._timers)[2]
             if not timer.is_cancelled:

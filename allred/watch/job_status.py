@@ -9,6 +9,7 @@ At the end of the job the last state is written to the job directory, so that it
 """
 
 import contextlib
+import functools
 import secrets
 import time
 from pathlib import Path
@@ -95,7 +96,8 @@ class JobStatus:
 
     def _admit(self, channel: Channel, messages: list[Event]) -> None:
         self._clients.append(channel)
-        channel.serve(self._loop, lambda messages: self._request(channel, messages), lambda error: self._lose(channel))
+        handle, lost = functools.partial(self._request, channel), lambda error: self._lose(channel)
+        channel.serve(self._loop, handle, lost, waits=False)
         self._request(channel, messages)
 
     def _request(self, channel: Channel, messages: list[Event]) -> None:

@@ -10,6 +10,7 @@ its own ranks, and then its launcher.
 
 import contextlib
 import functools
+import json
 import os
 import secrets
 import signal
@@ -133,7 +134,7 @@ class Watcher:
         for rank in self._ranks.values():
             rank.close(self._loop)
         for link in [*self._links, *filter(None, (self._chief, self._runner))]:
-            link.close()
+            link.finish()
         self._loop.remove(self._unix)
         self._unix.close()
         if self._listener is not None:
@@ -226,7 +227,7 @@ class Watcher:
             where = f"at {address} port {port}"
             return self._continue_alone(f"cannot reach the watcher of the chief's node {where} ({why})")
         limit_resending(self._chief.connection, self._settings.limit_s)
-        self._chief.serve(self._loop, self._receive_from_chief, self._lose_chief)
+        self._chief.serve(self._loop, self._receive_from_chief, self._lose_chief, waits=False)
         self._heartbeats[self._chief] = Heartbeat(time.monotonic(), self._settings.limit_s, chief["host"])
 
     def _receive_from_chief(self, messages: list[Event]) -> None:
@@ -254,7 +255,7 @@ class Watcher:
         with contextlib.suppress(HandshakeError, OSError):
             self._runner = connect((host, int(port)), runner_link.PURPOSE, secret)
             self._runner.send({"event": "hello", "size": self._settings.size})
-            self._runner.serve(self._loop, self._receive_from_runner, self._lose_runner)
+            self._runner.serve(self._loop, self._receive_from_runner, self._lose_runner, waits=False)
 
     def _receive_from_runner(self, messages: list[Event]) -> None:
         if not all({"kind", "rank"} <= message.keys() for message in messages):
@@ -306,13 +307,15 @@ class Watcher:
         limit_resending(link.connection, self._settings.limit_s)
         self._links.append(link)
         self._heartbeats[link] = Heartbeat(time.monotonic(), self._settings.limit_s)
-        link.serve(self._loop, lambda events: self._handle_events(link, events), lambda error: self._lose_watcher(link))
+        handle, lost = functools.partial(self._handle_events, link), lambda error: self._lose_watcher(link)
+        link.serve(self._loop, handle, lost, waits=False)
         self._handle_events(link, events)
 
     def _lose_watcher(self, link: Channel) -> None:
+        ranks = self._heartbeats[link].ranks
         self._disconnect(link)
         self._open_stderr()  # the launcher may end in a moment, because a host has failed
-        for rank in [rank for rank, other in self._links_by_rank.items() if other is link]:
+        for rank in sorted(rank for rank in ranks if self._links_by_rank[rank] is link):
             self._report({"event": "unwatched", "rank": rank})
 
     def _handle_events(self, link: Channel, events: list[Event]) -> None:
@@ -395,8 +398,9 @@ class Watcher:
             if message["kind"] == "announce" and self._stderr >= 0:  # of this node, which is mpirun's as a rule
                 self._print(f"allred: {message['text']}\n")
                 continue
+            line = json.dumps({"rank": rank, "message": message})
             for link in self._links if rank is None else filter(None, [self._links_by_rank.get(rank)]):
-                link.send({"rank": rank, "message": message})
+                link.send_line(line)
             self._deliver(rank, message)
 
     def _deliver(self, rank: int | None, message: Event) -> None:

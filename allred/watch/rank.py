@@ -71,13 +71,14 @@ class WatchedRank:
         self.pid, _ = owner(connection)
         self.hung_up_at = 0.0  # the last thread of its process may end much later
         os.set_blocking(pipe, False)
+        connection.setblocking(False)  # with a time limit, Python waits before each call, also with MSG_DONTWAIT
         self._counters = CountersReader(counters)
 
     def send(self, message: Event) -> bool:
         """Send a message: the first letter of its kind, and JSON. Does not wait for a rank that does not read. Return
         whether it was sent."""
         with contextlib.suppress(OSError):
-            self.connection.send(f"{message['kind'][0]}{json.dumps(message)}".encode(), socket.MSG_DONTWAIT)
+            self.connection.send(f"{message['kind'][0]}{json.dumps(message)}".encode())
             return True
         return False
 
@@ -86,7 +87,7 @@ class WatchedRank:
         if self.connection.fileno() < 0:
             return None
         try:
-            data = self.connection.recv(EVENT_BYTES, socket.MSG_DONTWAIT)
+            data = self.connection.recv(EVENT_BYTES)
         except BlockingIOError:
             return None
         except OSError:

@@ -355,3 +355,55 @@ def test_a_message_that_is_sent_in_part_is_the_end_of_a_channel():
         read_all(Channel(theirs))
     ours.close()
     theirs.close()
+
+
+@pytest.fixture
+def served_pair():
+    """A loop, a channel in it whose sends do not wait, its other end, and the errors that it has reported."""
+    ours, theirs = socket.socketpair()
+    lost = []
+    with contextlib.closing(Loop()) as loop, ours, theirs:
+        mine = Channel(ours)
+        mine.serve(loop, lambda messages: None, lost.append, waits=False)
+        yield loop, mine, Channel(theirs), lost
+
+
+def test_a_send_does_not_wait_for_a_peer_that_does_not_read(served_pair):
+    loop, mine, peer, _ = served_pair
+    sent = [{"number": number, "text": "x" * 100_000} for number in range(20)]  # more than the kernel takes
+    for message in sent:
+        mine.send(message)
+    found = []
+    peer.connection.setblocking(False)
+    while len(found) < len(sent):
+        loop.turn(0.0)
+        found += peer.receive()
+    assert found == sent
+    mine.send({"number": 20})
+    assert peer.receive() == [{"number": 20}], "sent at once again"
+
+
+def test_the_rest_of_what_was_sent_arrives_before_the_end(served_pair):
+    _, mine, peer, _ = served_pair
+    mine.send({"text": "x" * 900_000})
+    thread = threading.Thread(target=mine.finish)
+    thread.start()
+    peer.connection.settimeout(WAIT_S)
+    found = []
+    while not found:
+        found = peer.receive()
+    thread.join()
+    assert len(found[0]["text"]) == 900_000
+    with pytest.raises(ConnectionError):
+        peer.receive()
+
+
+def test_a_peer_that_never_reads_is_lost(served_pair, monkeypatch):
+    loop, mine, _, lost = served_pair
+    monkeypatch.setattr(channel.timings, "SEND_S", 0.05)
+    mine.send({"text": "x" * 900_000})
+    until = time.monotonic() + WAIT_S
+    while not lost and time.monotonic() < until:
+        loop.turn(0.05)
+    assert isinstance(lost[0], ConnectionError)
+    mine.send({"text": "nobody receives it"})

@@ -39,6 +39,29 @@ def test_files_are_read_until_they_are_removed(loop, pair):
     assert found == [b"a", b"b"]
 
 
+def test_output_is_called_while_there_is_room_and_until_it_is_removed(loop, pair):
+    found, ours = [], pair[0]
+    ours.setblocking(False)
+    loop.on_input(ours, lambda: found.append(ours.recv(1)))
+    loop.on_output(ours, lambda: found.append("room"))
+    pair[1].send(b"a")
+    loop.turn()
+    assert found == [b"a", "room"]
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            ours.send(bytes(10000))
+    loop.turn(0.01)
+    assert found == [b"a", "room"]
+    pair[1].recv(1_000_000)
+    loop.turn()
+    assert found == [b"a", "room", "room"]
+    loop.on_output(ours, None)
+    loop.turn(0.01)
+    loop.remove(ours)
+    loop.on_output(ours, print)
+    assert found == [b"a", "room", "room"]
+
+
 def test_a_file_that_an_earlier_call_removed_is_not_read(loop, pair):
     found = []
 

@@ -21,6 +21,7 @@ from allred.watch import process, process_state, records, start, watcher_client
 from allred.watch.job_status import JobStatus, delaying
 from allred.watch.launchers import Launchers
 from allred.watch.process import Watcher
+from allred.watch.rank import WatchedRank
 
 ABOUT = {"job": f"unit-{os.getpid()}", "program": "", "mode": "sync", "starts": 1, "host": "here"}
 
@@ -288,6 +289,19 @@ def test_a_watcher_does_not_wait_for_processes_of_other_users():
         rank.send(b'{"event": "left"}')
         for file in files:
             os.close(file)
+
+
+def test_a_watcher_never_waits_for_a_message_of_a_rank_nor_until_it_reads():
+    hello = {"rank": 0, "host": "here", "stack_signal": 60, "main_thread": 1}
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # a child may hold it after a death
+    ours.settimeout(timings.HELLO_S)  # as after `accept`
+    with ours, theirs, contextlib.closing(Loop()) as loop:
+        rank = WatchedRank(ours, hello, os.pidfd_open(os.getpid()), os.pipe()[0])
+        assert ours.gettimeout() == 0.0, "Python waits before a call with MSG_DONTWAIT, too"
+        assert rank.receive() is None
+        for _ in range(1000):
+            rank.send({"kind": "print", "text": "x" * 1000})
+        rank.close(loop)
 
 
 def test_own_address_is_one_of_this_host():
