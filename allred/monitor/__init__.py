@@ -9,7 +9,7 @@ from typing import Any
 
 from allred.errors import AllredError
 from allred.runtime.channel import HandshakeError, connect
-from allred.runtime.timings import SNAPSHOT_S
+from allred.runtime.timings import SNAPSHOT_BYTES, SNAPSHOT_S
 from allred.watch import job_directory
 from allred.watch.job_status import PURPOSE
 
@@ -25,6 +25,7 @@ class Connection:
             self._channel = connect(("127.0.0.1", entry["port"]), PURPOSE, entry["token"])
         except (HandshakeError, OSError) as error:
             raise AllredError(f"the watcher of job {self._job} does not answer: {error}") from None
+        self._channel.longest = SNAPSHOT_BYTES
 
     def snapshot(self, states: bool = True) -> Snapshot:
         """Return a snapshot. states: with the states and source lines of the ranks, which a signal interrupts for this.

@@ -62,9 +62,11 @@ def families(now: Snapshot) -> Iterator[Any]:
         phases.add_metric([*label, "computing"], max(0.0, rank["seconds"] - others))
     yield phases
     delays = CounterMetricFamily(
-        "allred_delay_seconds", "Seconds that `rank` waited for rank `late`, from samples", labels=["rank", "late"]
+        "allred_delay_seconds",
+        "Seconds that `rank` waited for rank `late`, from samples; in a large job `rank` is `all`: the sum",
+        labels=["rank", "late"],
     )
-    for rank, late, seconds in now["delays"]:
+    for rank, late, seconds in now["delays"] or [["all", late, seconds] for late, _, seconds in now["late"]]:
         delays.add_metric([str(rank), str(late)], seconds)
     yield delays
 

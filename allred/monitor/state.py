@@ -11,7 +11,9 @@ It is a snapshot of the watcher (watch/job_status.py) with the speed of the rank
     ranks       rank, host, role, state; the sums of counters.py; steps_per_s, examples_per_s; computing, waiting,
                 communicating: shares of its time; staleness_mean: mode ps. None if unknown. Over the last
                 WINDOW_S seconds; of a job that has ended, over the whole start
-    delays      [rank, late rank, seconds] while the job was monitored
+    late        [late rank, the most ranks that have waited for it at once, sum of their seconds] while the job was
+                monitored
+    delays      [rank, late rank, seconds], the same by pairs; in jobs of up to MOST_PAIR_RANKS ranks
     messages    time, text: stalls, losses, the failure
     history     start, time, ranks, why: the starts by `allred run`
     summaries   directories of the session's summaries

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,8 @@ from allred.page import write_page
 from allred.wording import count
 
 MOST_DELAYS = 5
+MOST_ROWS = 64  # of the table
+_BAD = re.compile("stopped|was killed|failed|no answer|has died|ended with|in a system call")  # as in page.html
 _SHARES = ("computing", "waiting", "communicating")
 _COLUMNS = ("rank", "host", "step", "rounds", "steps/s", "examples/s", *_SHARES, "state")
 _LINE = "in Python at "
@@ -91,21 +94,27 @@ def _print_message(now: State, console: Any) -> None:
 
 
 def table(now: State) -> Any:
-    """Return a table of rich: one line for each rank."""
+    """Return a table of rich: one line for each rank. In a large job, MOST_ROWS lines: of the ranks with a problem, of
+    those that delayed others longest, and of the first ones."""
     from rich.table import Table
     from rich.text import Text
 
     start = f", start {now['starts']}" if now["starts"] > 1 else ""
     state = f": {now['state']}" if now["state"] != "running" else ""
     title = Text(f"{now['job']} on {now['host']}: {now['size']} ranks, mode {now['mode']}{start}{state}")
-    result = Table(title=title, title_justify="left", caption=delays_text(now), caption_justify="left", box=None)
+    late = {rank: seconds for rank, _, seconds in now["late"]}
+    first = sorted(now["ranks"], key=lambda rank: (not _BAD.match(rank["state"]), -late.get(rank["rank"], 0.0)))
+    rows = sorted(first[:MOST_ROWS], key=lambda rank: int(rank["rank"]))
+    rest = f"and {count(len(first) - len(rows), 'more rank')}; --web shows all" if len(first) > len(rows) else ""
+    caption = "\n".join(filter(None, (rest, delays_text(now))))
+    result = Table(title=title, title_justify="left", caption=caption, caption_justify="left", box=None)
     several = len({rank["host"] for rank in now["ranks"]}) > 1
     hidden = ["host"] * (not several) + ["rounds"] * (not any(rank["rounds"] for rank in now["ranks"]))
     shown = [name for name in _COLUMNS if name not in hidden]
     for name in shown:
         justify: Any = "left" if name in ("host", "state") else "right"
         result.add_column(name, justify=justify, no_wrap=name != "state")  # only the state is cut
-    for rank in now["ranks"]:
+    for rank in rows:
         cells = dict(zip(_COLUMNS, row(rank), strict=True))
         result.add_row(*(Text(cells[name], no_wrap=True, overflow="ellipsis") for name in shown))
     return result
@@ -138,17 +147,15 @@ def row(rank: State) -> list[str]:
 def delays_text(now: State) -> str:
     """Return a line with the ranks that have delayed others longest.
 
-    >>> delays_text({"delays": [[0, 1, 2.0], [2, 1, 3.0], [1, 0, 0.5]]})
+    >>> delays_text({"late": [[0, 1, 0.5], [1, 2, 5.0]], "delays": [[0, 1, 2.0], [2, 1, 3.0], [1, 0, 0.5]]})
     'delays while monitored: rank 1 delayed 2 ranks, 2.5 s each; rank 0 delayed rank 1, 0.5 s'
     """
-    by_late: dict[int, dict[int, float]] = {}
-    for rank, late, seconds in now["delays"]:
-        by_late.setdefault(late, {})[rank] = seconds
-    longest = sorted(by_late.items(), key=lambda delay: -sum(delay[1].values()))[:MOST_DELAYS]
+    waiting = {late: rank for rank, late, _ in now["delays"]}
+    longest = sorted(now["late"], key=lambda delay: -delay[2])[:MOST_DELAYS]
     lines = [
-        f"rank {late} delayed {count(len(ranks), 'rank')}, {sum(ranks.values()) / len(ranks):.1f} s each"
-        if len(ranks) > 1
-        else f"rank {late} delayed rank {min(ranks)}, {sum(ranks.values()):.1f} s"
-        for late, ranks in longest
+        f"rank {late} delayed {count(ranks, 'rank')}, {seconds / ranks:.1f} s each"
+        if ranks > 1 or late not in waiting
+        else f"rank {late} delayed rank {waiting[late]}, {seconds:.1f} s"
+        for late, ranks, seconds in longest
     ]
     return f"delays while monitored: {'; '.join(lines)}" if lines else ""

@@ -11,6 +11,7 @@ RETRY_S = 0.1  # between two attempts: to connect, to listen at a used address, 
 UNAUTHENTICATED_PEERS = 128  # connections that are not authenticated yet; one more closes the oldest
 UNAUTHENTICATED_BYTES = 2**12  # the longest line before authentication
 LINE_BYTES = 2**20  # the longest line after authentication
+SNAPSHOT_BYTES = 2**26  # the longest snapshot of a job: about 370 bytes for each rank
 RECEIVE_BYTES = 2**16  # of one read
 KEEPALIVE_S = 20, 10  # a peer's machine without power or network is noticed after 20 + 4 * 10 s
 CHIEF_KEEPALIVE_S = 10, 5  # the same at `allred run`, for the chief's host: 10 + 4 * 5 s

@@ -25,7 +25,8 @@ The watcher of the chief's node has the `JobState`; the other watchers send thei
     unwatched                    its watcher is lost, so there will be no more events of it
     orphaned how                 the launcher of its host has ended, but this rank has not
     unreachable ranks, how       its host, with these ranks, has been unreachable until the time limit
-    counters number, ranks       the counters of the ranks of a node; the answer to the message `collect`
+    counters number, steps, ranks
+                                 the steps and counters of the ranks of a node; the answer to the message `collect`
     states query, states, stacks the states of the ranks of a node; the answer to the message `query`. stacks: with
                                  ALLRED_STACKS, each stack, as text, with its ranks
 

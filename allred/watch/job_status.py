@@ -1,9 +1,9 @@
 """The state of a job for monitors, in the watcher of the chief's node.
 
 A monitor (`allred top`, the metrics endpoint) finds port and token in a file of the job directory. While one is
-connected, the watchers send the counters of their ranks every SAMPLE_PERIOD_S seconds. From these samples follows which
-rank delays which: at the same number of steps, one is in opt.step, and the other is not yet. Nothing of this costs a
-rank time, except the source line, for which a signal interrupts it once for each request.
+connected, the watchers send the steps of their ranks every SAMPLE_PERIOD_S seconds; for a request all counters. From
+these samples follows which rank delays which: at the same number of steps, one is in opt.step, and the other is not
+yet. Nothing of this costs a rank time, except the source line, for which a signal interrupts it once for each request.
 
 At the end of the job the last state is written to the job directory, so that it can be shown later.
 """
@@ -24,8 +24,8 @@ from allred.watch.records import Event
 
 PURPOSE = "monitor"
 LAST = 0  # the number of the counters that a watcher sends at its end, without a request
-# A snapshot is one line of a channel (LINE_BYTES), with room for thousands of ranks.
-MOST_DELAYS = 4096
+STEPS, COUNTERS, STATES = "steps", "counters", "states"  # what a watcher sends: each includes the one before
+MOST_PAIR_RANKS = 64  # in a job of more ranks no pairs of waiting and late ranks are kept: too many
 MOST_MESSAGES, MESSAGE_CHARS = 30, 3000
 MOST_DIRECTORIES = 8
 
@@ -40,10 +40,12 @@ class JobStatus:
         self._loop, self._about, self._size, self._nodes = loop, about, size, nodes
         self._clients: list[Channel] = []
         self._requests: list[tuple[Channel, bool]] = []  # with the answer still to send; whether with states
-        self._number, self._answers, self._begun_at, self._has_states = 0, 0, 0.0, False
+        self._number, self._answers, self._begun_at, self._what = 0, 0, 0.0, STEPS
         self._collecting = False
         self._ranks: dict[int, Event] = {}
         self._new: dict[int, Event] = {}
+        self._steps: dict[int, Values] = {}
+        self._late: dict[int, tuple[int, float]] = {}  # late rank: most that waited at once, sum of seconds
         self._delays: dict[tuple[int, int], float] = {}  # seconds by (waiting rank, late rank)
         self._begun, self._state = time.time(), "running"
         self._messages: list[Event] = []
@@ -118,17 +120,20 @@ class JobStatus:
         if self._collecting or not self._clients or now < self._sampled_at + SAMPLE_PERIOD_S:
             return []
         self._number += 1
-        self._collecting, self._begun_at, self._has_states = True, now, any(states for _, states in self._requests)
-        self._new, self._answers = {}, 0
-        return [(None, {"kind": "collect", "number": self._number, "states": self._has_states})]
+        self._collecting, self._begun_at = True, now
+        has_states = any(states for _, states in self._requests)
+        self._what = STATES if has_states else COUNTERS if self._requests else STEPS
+        self._new, self._steps, self._answers = {}, {}, 0
+        return [(None, {"kind": "collect", "number": self._number, "what": self._what})]
 
     def take(self, event: Event, now: float) -> None:
-        """Take the answer of a watcher: the counters of the ranks on its node."""
+        """Take the answer of a watcher: the steps, and perhaps the counters, of the ranks on its node."""
         ranks = {int(rank): values for rank, values in event["ranks"].items()}
         if event["number"] == LAST:
             self._ranks.update(ranks)
         elif self._collecting and event["number"] == self._number:
             self._new.update(ranks)
+            self._steps |= {rank: Values(steps=steps, in_step=in_step) for rank, steps, in_step in event["steps"]}
             self._answers += 1
             if self._answers == self._nodes:
                 self._finish(now)
@@ -140,20 +145,25 @@ class JobStatus:
         if self._sampled_at and self._about["mode"] == "sync":
             self._count_delays(now - self._sampled_at)
         self._sampled_at = now
-        if self._has_states:
+        if self._what == STATES:
             for rank in [rank for rank in self._ranks if rank not in self._new]:
                 self._ranks[rank]["state"] = "no answer"
-        due = [request for request in self._requests if self._has_states or not request[1]]
+        due = [each for each in self._requests if self._what == STATES or (self._what == COUNTERS and not each[1])]
         self._requests = [request for request in self._requests if request not in due]
         for channel, _ in due:
             channel.send(self.snapshot())
 
     def _count_delays(self, seconds: float) -> None:
-        values = {rank: Values(*entry["counters"]) for rank, entry in self._new.items()}
-        for late in delaying(values):
-            for rank, value in values.items():
-                if value.in_step and value.steps == values[late].steps:
-                    self._delays[rank, late] = self._delays.get((rank, late), 0.0) + seconds
+        waiting: dict[float, list[int]] = {}  # ranks by their steps
+        for rank, value in self._steps.items():
+            if value.in_step:
+                waiting.setdefault(value.steps, []).append(rank)
+        for late in delaying(self._steps):
+            ranks = waiting[self._steps[late].steps]
+            most, sum_s = self._late.get(late, (0, 0.0))
+            self._late[late] = max(most, len(ranks)), sum_s + seconds * len(ranks)
+            for rank in ranks if self._size <= MOST_PAIR_RANKS else ():
+                self._delays[rank, late] = self._delays.get((rank, late), 0.0) + seconds
 
     def snapshot(self) -> Event:
         """Return the state of the job, as JSON."""
@@ -164,10 +174,10 @@ class JobStatus:
             }
             for rank, entry in sorted(self._ranks.items())
         ]  # fmt: skip
-        longest = sorted(self._delays.items(), key=lambda delay: -delay[1])[:MOST_DELAYS]
         return {
             **self._about, "size": self._size, "begun": self._begun, "time": time.time(), "state": self._state,
-            "ranks": ranks, "delays": [[rank, late, round(seconds, 3)] for (rank, late), seconds in sorted(longest)],
+            "ranks": ranks, "delays": [[*pair, round(seconds, 3)] for pair, seconds in sorted(self._delays.items())],
+            "late": [[late, most, round(seconds, 3)] for late, (most, seconds) in sorted(self._late.items())],
             "messages": self._messages, "history": self.history, "summaries": self._directories,
         }  # fmt: skip
 

@@ -24,7 +24,7 @@ from allred.runtime.loop import Loop
 from allred.watch import process_state, runner_link
 from allred.watch.heartbeat import Heartbeat
 from allred.watch.job_state import JobState
-from allred.watch.job_status import LAST, JobStatus
+from allred.watch.job_status import LAST, STATES, STEPS, JobStatus
 from allred.watch.launchers import Launchers
 from allred.watch.rank import WatchedRank, accept, refuse
 from allred.watch.records import Event, WatcherSettings
@@ -120,7 +120,7 @@ class Watcher:
         """End it, after its ranks."""
         self._has_ended = True
         if self._status is not None or self._chief is not None:
-            self._report_counters(LAST, states=True)
+            self._report_counters(LAST, STATES)
         if self._status is not None:
             self._status.close()
         if self._settings.launcher and self._has_lost_host:
@@ -429,7 +429,7 @@ class Watcher:
             states, stacks = self._states(stacks=self._settings.stacks)
             self._report({"event": "states", "query": message["query"], "states": states, "stacks": stacks})
         elif message["kind"] == "collect":
-            self._report_counters(message["number"], message["states"])
+            self._report_counters(message["number"], message["what"])
         elif message["kind"] == "kill":
             for each in living:
                 if (each.left and not self._settings.launcher) or (
@@ -441,12 +441,13 @@ class Watcher:
         elif message["kind"] == "announce" and message["rank"] in self._ranks:
             self._print(f"allred: {message['text']}\n")
 
-    def _report_counters(self, number: int, states: bool) -> None:
-        """Report what monitors show of the ranks of this node. states: with their states."""
-        ranks = {rank: each.monitored() for rank, each in self._ranks.items()}
-        for rank, state in self._states()[0].items() if states else ():
+    def _report_counters(self, number: int, what: str) -> None:
+        """Report what monitors show of the ranks of this node. what: STEPS, COUNTERS or STATES."""
+        steps = [(rank, *each.steps()) for rank, each in self._ranks.items()]
+        ranks = {} if what == STEPS else {rank: each.monitored() for rank, each in self._ranks.items()}
+        for rank, state in self._states()[0].items() if what == STATES else ():
             ranks[rank]["state"] = state
-        self._report({"event": "counters", "number": number, "ranks": ranks})
+        self._report({"event": "counters", "number": number, "steps": steps, "ranks": ranks})
 
     def _states(self, stacks: bool = False) -> tuple[dict[int, str], dict[str, list[int]]]:
         """Return the states of the ranks of this node; and with `stacks` each stack, as text, with its ranks."""

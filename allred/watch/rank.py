@@ -7,7 +7,7 @@ import socket
 import struct
 import time
 
-from allred.counters import CountersReader
+from allred.counters import CountersReader, Values
 from allred.runtime.loop import Loop
 from allred.runtime.timings import EVENT_BYTES, HELLO_S
 from allred.watch import process_state
@@ -137,6 +137,11 @@ class WatchedRank:
     def monitored(self) -> Event:
         """Return what monitors show of this rank."""
         return {"host": self.host, "role": self.role.partition(";")[0], "counters": self._counters.read()}
+
+    def steps(self) -> tuple[int, int]:
+        """Return its number of steps, and whether it is in opt.step."""
+        values = Values(*self._counters.read())
+        return int(values.steps), int(values.in_step)
 
     @property
     def has_stack(self) -> bool:

@@ -23,8 +23,17 @@ def snapshot(size=3, time=100.0, hosts=("node1",), **more):
         for rank in range(size)
     ]
     delays = [[rank, 1, 2.5] for rank in range(size) if rank != 1 < size]
+    late = [[1, len(delays), 2.5 * len(delays)]] if delays else []
     about = {"job": "train-4711", "program": "train.py", "mode": "sync", "starts": 1, "host": "node1"}
-    found = {"size": size, "begun": 90.0, "time": time, "state": "running", "ranks": ranks, "delays": delays}
+    found = {
+        "size": size,
+        "begun": 90.0,
+        "time": time,
+        "state": "running",
+        "ranks": ranks,
+        "delays": delays,
+        "late": late,
+    }
     return {**about, **found, "messages": [], "history": [], "summaries": [], **more}
 
 
@@ -53,6 +62,16 @@ def test_the_table_has_one_line_for_each_rank_at_100_columns(size, hosts):
     assert lines[1 + size].rstrip().endswith("…") or size < 64, lines
     if size > 1:
         assert lines[-1].rstrip() == f"delays while monitored: rank 1 delayed {size - 1} ranks, 2.5 s each"
+
+
+def test_the_table_of_a_large_job_has_the_ranks_with_a_problem_or_a_delay():
+    size = 4096
+    now = snapshot(size, late=[[3000, 4095, 9.0]], delays=[])
+    now["ranks"][4000]["state"] = "stopped (kill -CONT 1234567 continues it)"
+    lines = printed(states.state_of(snapshot(size, time=90.0), now), 100)
+    shown = [int(line.split()[0]) for line in lines[2 : 2 + top.MOST_ROWS]]
+    assert shown == [*range(top.MOST_ROWS - 2), 3000, 4000]
+    assert lines[2 + top.MOST_ROWS].rstrip() == f"and {size - top.MOST_ROWS} more ranks; --web shows all"
 
 
 def test_rounds_are_a_column_where_there_are_some():

@@ -18,7 +18,7 @@ from allred.errors import RemoteRankError
 from allred.runtime import channel, timings
 from allred.runtime.loop import Loop
 from allred.watch import process, process_state, records, start, watcher_client
-from allred.watch.job_status import JobStatus, delaying
+from allred.watch.job_status import COUNTERS, MOST_PAIR_RANKS, STATES, STEPS, JobStatus, delaying
 from allred.watch.launchers import Launchers
 from allred.watch.process import Watcher
 from allred.watch.rank import WatchedRank
@@ -381,7 +381,7 @@ def test_a_watcher_without_a_core_for_a_while_prints_a_death(where, monkeypatch)
     ours, theirs = socket.socketpair()
     stderr, of_launcher = os.pipe()
     launcher = subprocess.Popen(["sleep", "60"], stderr=of_launcher)
-    rank = types.SimpleNamespace(number=0, pid=launcher.pid, dead="", left=False, gone=False)
+    rank = types.SimpleNamespace(number=0, pid=launcher.pid, dead="", left=False, gone=False, steps=lambda: (0, 0))
     rank.send, rank.monitored, rank.state = lambda message: None, lambda: monitored(Values()), lambda: rank.dead
     rank.close = lambda loop: None
     watcher._launchers._pidfds[launcher.pid] = os.pidfd_open(launcher.pid)
@@ -548,6 +548,12 @@ def monitored(values, state=None):
     return entry if state is None else {**entry, "state": state}
 
 
+def counters(number, values, ranks):
+    """The answer of a watcher. values: by rank."""
+    steps = [[rank, each.steps, each.in_step] for rank, each in values.items()]
+    return {"event": "counters", "number": number, "steps": steps, "ranks": ranks}
+
+
 class Client:
     """A monitor without a connection."""
 
@@ -566,20 +572,43 @@ def test_a_snapshot_has_the_ranks_of_all_nodes_and_the_delays():
         monitor, client = JobStatus(loop, ABOUT, size=2, nodes=2), Client()
         assert monitor.tick(0.0) == []  # nobody asks
         monitor._clients.append(client)
-        for turn in (1, 2):
+        for turn, what in ((1, STEPS), (2, STATES)):
             if turn == 2:
                 monitor._requests.append((client, True))
             [(rank, message)] = monitor.tick(float(turn))
-            assert (rank, message) == (None, {"kind": "collect", "number": turn, "states": turn == 2})
+            assert (rank, message) == (None, {"kind": "collect", "number": turn, "what": what})
             assert monitor.tick(turn + 0.1) == []  # the answers are not here yet
             for number, values in enumerate((Values(steps=5, in_step=1), Values(steps=5))):
-                ranks = {str(number): monitored(values, f"state {number}" if turn == 2 else None)}
-                monitor.take({"event": "counters", "number": turn, "ranks": ranks}, turn + 0.2)
+                ranks = {str(number): monitored(values, f"state {number}")} if what == STATES else {}
+                monitor.take(counters(turn, {number: values}, ranks), turn + 0.2)
         monitor.close()
     [snapshot] = client.received
     assert [(rank["rank"], rank["state"]) for rank in snapshot["ranks"]] == [(0, "state 0"), (1, "state 1")]
     assert [delay[:2] for delay in snapshot["delays"]] == [[0, 1]]
+    assert [delay[:2] for delay in snapshot["late"]] == [[1, 1]]
     assert "token" not in snapshot
+
+
+def test_in_a_large_job_delays_are_kept_by_rank_not_by_pair():
+    size = MOST_PAIR_RANKS + 2
+    values = {rank: Values(steps=5, in_step=rank > 1) for rank in range(size)}
+    with contextlib.closing(Loop()) as loop:
+        monitor, client = JobStatus(loop, ABOUT, size, nodes=1), Client()
+        monitor._clients.append(client)
+        for turn, what in ((1, STEPS), (2, STEPS), (3, COUNTERS)):
+            if what == COUNTERS:
+                monitor._requests.append((client, False))
+            assert monitor.tick(float(turn))[0][1]["what"] == what
+            full = {str(rank): monitored(each) for rank, each in values.items()} if what == COUNTERS else {}
+            monitor.take(counters(turn, values, full), float(turn))
+        monitor.close()
+    [snapshot] = client.received
+    assert len(snapshot["ranks"]) == size
+    assert snapshot["delays"] == []
+    assert snapshot["late"] == [
+        [0, MOST_PAIR_RANKS, 2.0 * MOST_PAIR_RANKS],
+        [1, MOST_PAIR_RANKS, 2.0 * MOST_PAIR_RANKS],
+    ]
 
 
 def test_a_monitor_is_answered_although_a_watcher_does_not_answer():
@@ -588,7 +617,7 @@ def test_a_monitor_is_answered_although_a_watcher_does_not_answer():
         monitor._clients.append(client)
         monitor._requests.append((client, True))
         monitor.tick(1.0)
-        monitor.take({"event": "counters", "number": 1, "ranks": {"0": monitored(Values(), "runs")}}, 1.1)
+        monitor.take(counters(1, {0: Values()}, {"0": monitored(Values(), "runs")}), 1.1)
         monitor.tick(1.0 + timings.QUERY_S + 0.1)
         monitor.close()
     [snapshot] = client.received
