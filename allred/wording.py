@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+MOST_RANGES = 20  # of `named`
+
 
 def count(number: int, noun: str) -> str:
     """Return a number with its noun.
@@ -12,14 +14,16 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
-def named(noun: str, numbers: Iterable[int]) -> str:
-    """Return a noun with numbers.
+def named(noun: str, numbers: Iterable[int], most: int = MOST_RANGES) -> str:
+    """Return a noun with numbers: the first `most` ranges of them, and how many more there are.
 
-    >>> named("rank", [3]), named("rank", {0, 1, 2, 5})
-    ('rank 3', 'ranks 0-2,5')
+    >>> named("rank", [3]), named("rank", {0, 1, 2, 5}), named("rank", {0, 1, 5, 7, 9}, most=2)
+    ('rank 3', 'ranks 0-2,5', 'ranks 0-1,5 and 2 more ranks')
     """
-    text = ranges(numbers)
-    return f"{noun}{'s' * (not text.isdigit())} {text}"
+    runs = _runs(numbers)
+    text, rest = _text(runs[:most]), sum(high - low + 1 for low, high in runs[most:])
+    more = f" and {count(rest, f'more {noun}')}" if rest else ""
+    return f"{noun}{'s' * (not text.isdigit())} {text}{more}"
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -28,10 +32,19 @@ def ranges(numbers: Iterable[int]) -> str:
     >>> ranges({5, 2, 1, 0})
     '0-2,5'
     """
+    return _text(_runs(numbers))
+
+
+def _runs(numbers: Iterable[int]) -> list[list[int]]:
+    """Return the first and the last of each run of successive numbers."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:
             runs[-1][1] = number
         else:
             runs.append([number, number])
+    return runs
+
+
+def _text(runs: list[list[int]]) -> str:
     return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)

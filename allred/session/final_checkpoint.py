@@ -40,6 +40,7 @@ END_OF_DATA = "end of data"
 # Errors that another rank caused, or after which ranks differ: this rank writes no checkpoint.
 _NOT_SAVED = (RemoteRankError, CollectiveTimeout, DriftError, GeneratorExit)
 _WAIT_FOR_WRITER_S = 600.0
+_FIRST_POLL_S, _LAST_POLL_S = 0.05, 1.0
 
 
 def directory_error(saver: Saver) -> AllredError | None:
@@ -154,9 +155,10 @@ def _write_once(saver: Saver, step: int, training: str, token: str, capture: Cap
         finally:
             with contextlib.suppress(OSError):  # without a checkpoint the other ranks must not wait
                 os.rmdir(claim)
-    deadline = time.monotonic() + _WAIT_FOR_WRITER_S
+    deadline, poll_s = time.monotonic() + _WAIT_FOR_WRITER_S, _FIRST_POLL_S
     while os.path.exists(claim) and not checkpoint.has(saver.directory, step, training) and time.monotonic() < deadline:
-        time.sleep(0.05)  # if the writing rank is killed, the job ends
+        time.sleep(poll_s)  # if the writing rank is killed, the job ends
+        poll_s = min(2 * poll_s, _LAST_POLL_S)  # thousands of ranks may poll the same file system
     return None
 
 

@@ -4,12 +4,14 @@ Both begin with a query: every watcher sends the states of the ranks on its node
 """
 
 import math
+import re
 import types
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from allred.runtime.timings import AFTER_BUSY_S, QUERY_S, RECHECK_S, VERDICT_CHARS
 from allred.watch.records import Event, ExpendableWorkers, Record, Records
-from allred.wording import named
+from allred.wording import count, named
 
 WARN_FACTOR = 4  # the next warning of a wait comes when it has lasted this many times as long
 
@@ -222,7 +224,20 @@ def finalize_wait_since(ranks: Mapping[int, Record]) -> float | None:
 
 TABLE_LINES, TABLE_CHARS = 40, 200  # most lines of a table; most characters of a line
 NAME_CHARS = 40  # longest name in the first column to which the others are aligned
+NAME_RANGES, NAME_HOSTS = 8, 3  # most ranges of ranks, and most names of hosts, in a line
 STACK_CHARS = VERDICT_CHARS * 2 // 3  # of all stacks of a table
+_SINCE = re.compile(r" since (\d+) s$")
+_RUNS = "in Python ", "in MPI ", "running"  # beginnings of the states of a rank that runs, and does not wait in allred
+_CANNOT_RUN = "stopped", "in a system call"
+
+
+class _Row(NamedTuple):
+    """A line of the table: ranks with the same state. stack: the lines below it."""
+
+    ranks: list[int]
+    host: str
+    state: str
+    stack: str
 
 
 def status_table(
@@ -232,35 +247,62 @@ def status_table(
     states: Mapping[int, str],
     stacks: Mapping[int, str] = types.MappingProxyType({}),
 ) -> str:
-    """Return the states of all ranks as a table. Ranks of one host with the same state share a line; with more than
-    TABLE_LINES lines, ranks of all hosts.
+    """Return the states of all ranks as a table. Ranks of one host with the same state share a line. If these are more
+    than TABLE_LINES lines, ranks of all hosts do, with the shortest and longest time of their waits; then the likely
+    causes come first: ranks that are stopped, dead or do not answer, then ranks that run, then waits; small groups
+    first.
 
     hosts, roles, states: by rank, if known. A line of a single rank shows its role. stacks: lines to show below the
     line of a rank; ranks with different stacks have different lines. If there is no room for all, the smallest groups
     of ranks have theirs.
     """
     by_host: dict[tuple[str, str, str], list[int]] = {}
-    by_state: dict[tuple[str, str, str], list[int]] = {}
     for rank in range(size):
-        state, stack = states.get(rank, "no answer"), stacks.get(rank, "")
-        by_host.setdefault((hosts.get(rank, "?"), state, stack), []).append(rank)
-        by_state.setdefault(("", state, stack), []).append(rank)
-    rows = list(by_host.items())
-    if len(rows) > TABLE_LINES:  # the smallest groups first
-        rows = sorted(by_state.items(), key=lambda row: len(row[1]))[:TABLE_LINES]
-    names = [_name(ranks, roles) for _, ranks in rows]
+        key = hosts.get(rank, "?"), states.get(rank, "no answer"), stacks.get(rank, "")
+        by_host.setdefault(key, []).append(rank)
+    rows, rest = [_Row(ranks, *key) for key, ranks in by_host.items()], []
+    if len(rows) > TABLE_LINES:
+        rows = sorted(_merged(rows), key=lambda row: (_suspicion(row.state), len(row.ranks)))
+        if len(rows) > TABLE_LINES:
+            rows, rest = rows[: TABLE_LINES - 1], rows[TABLE_LINES - 1 :]
+    names = [_name(row.ranks, roles) for row in rows]
     width = max([10, *(len(name) for name in names if len(name) <= NAME_CHARS)])
     shown, room = set[int](), STACK_CHARS
-    for ranks, stack in sorted(((ranks, stack) for (_, _, stack), ranks in rows), key=lambda row: len(row[0])):
-        if (room := room - len(stack)) >= 0:
-            shown.add(ranks[0])
+    for row in sorted(rows, key=lambda row: len(row.ranks)):
+        if (room := room - len(row.stack)) >= 0:
+            shown.add(row.ranks[0])
     lines = []
-    for name, ((host, state, stack), ranks) in zip(names, rows, strict=True):
-        lines.append(f"  {name:<{width}} {host:<12} {state}")
-        lines += stack.splitlines() if ranks[0] in shown else []
+    for name, row in zip(names, rows, strict=True):
+        lines.append(f"  {name:<{width}} {row.host:<12} {row.state}")
+        lines += row.stack.splitlines() if row.ranks[0] in shown else []
+    if rest:
+        ranks = sum(len(row.ranks) for row in rest)
+        lines.append(f"  and {count(ranks, 'rank')} in {count(len(rest), 'other state')}; likely causes come first")
     return "\n".join(line[:TABLE_CHARS] for line in lines)
+
+
+def _merged(rows: list[_Row]) -> list[_Row]:
+    """Return the rows of all hosts, with one row for each state and stack."""
+    groups: dict[tuple[str, str], list[_Row]] = {}
+    for row in rows:
+        groups.setdefault((_SINCE.sub("", row.state), row.stack), []).append(row)
+    merged = []
+    for (state, stack), same in groups.items():
+        ranks, hosts = sorted(rank for row in same for rank in row.ranks), list(dict.fromkeys(row.host for row in same))
+        host = ",".join(hosts) if len(hosts) <= NAME_HOSTS else count(len(hosts), "host")
+        waits = sorted({int(found[1]) for row in same if (found := _SINCE.search(row.state))})
+        since = f" since {'-'.join(map(str, dict.fromkeys((waits[0], waits[-1]))))} s" if waits else ""
+        merged.append(_Row(ranks, host, state + since, stack))
+    return merged
+
+
+def _suspicion(state: str) -> int:
+    """Return how likely a rank in this state causes the waits of others: 0 is most likely."""
+    if state.startswith(_RUNS):
+        return 1
+    return 2 if " since " in state and not state.startswith(_CANNOT_RUN) else 0
 
 
 def _name(ranks: list[int], roles: Mapping[int, str]) -> str:
     role = roles.get(ranks[0], "") if len(ranks) == 1 else ""
-    return named("rank", ranks) + (f" ({role})" if role else "")
+    return named("rank", ranks, NAME_RANGES) + (f" ({role})" if role else "")

@@ -619,10 +619,33 @@ def test_the_table_of_a_large_job_is_short(state):
     kinds = 3 if "since" in state else size
     script.answer({rank: state.format(rank % kinds) for rank in range(size)} | {1234: "stopped"}, 5.1)
     message = script.take("verdict")[0][1]
-    assert len(message["text"].splitlines()) == 1 + min(kinds + 1, stalls.TABLE_LINES)
+    assert len(message["text"].splitlines()) == 1 + (2 if kinds == 3 else stalls.TABLE_LINES)
     assert len(json.dumps(message)) < timings.EVENT_BYTES
     if kinds == 3:
-        assert re.search(r"^  rank 1234 +stopped$", message["text"], re.M)
+        assert re.search(r"^  rank 1234 +host1234 +stopped$", message["text"], re.M)
+    else:
+        assert message["text"].splitlines()[-1].strip().startswith("and 1961 ranks in 1961 other states; likely ")
+    assert message["text"].splitlines()[1].split() == ["rank", "1234", "host1234", "stopped"]
+
+
+def test_the_table_of_many_hosts_has_counts_of_hosts_and_likely_causes_first():
+    size = 1024
+    states = {rank: f"in allreduce(Average) #5 since {30 + rank % 3} s" for rank in range(size)}
+    states |= dict.fromkeys(range(1, size, 2), "in Python at train.py:9 (load)")
+    states |= {
+        40: "stopped (kill -CONT 1 continues it), in allreduce(Average) #5 since 30 s",
+        600: "in MPI Recv at a:1",
+    }
+    del states[700]
+    hosts = {rank: f"host{rank // 16}" for rank in range(size)}
+    lines = stalls.status_table(size, hosts, {}, states).splitlines()
+    assert [re.sub(" +", " ", line).strip() for line in lines] == [
+        "rank 40 host2 stopped (kill -CONT 1 continues it), in allreduce(Average) #5 since 30 s",
+        "rank 700 host43 no answer",
+        "rank 600 host37 in MPI Recv at a:1",
+        "ranks 1,3,5,7,9,11,13,15 and 504 more ranks 64 hosts in Python at train.py:9 (load)",
+        "ranks 0,2,4,6,8,10,12,14 and 501 more ranks 64 hosts in allreduce(Average) #5 since 30-32 s",
+    ]
 
 
 def test_a_node_that_does_not_answer_is_not_waited_for():
