@@ -217,31 +217,33 @@ class Job:
         os.waitpid(self._victim_pid, 0)  # so that its pidfd tells how it ended
         self._children.remove(self._victim_pid)
 
-    def leave(self, event="left"):
-        """End all ranks."""
+    def leave(self):
+        """End all ranks without an error."""
         for rank, connection in enumerate(self._sockets):
-            with contextlib.suppress(OSError):
-                self.send(rank, event)
+            self.send(rank, "left")
             connection.close()
 
     def wait_for_end(self, limit_s=10.0):
         """Wait until all watchers have ended. Return the seconds."""
         began = time.monotonic()
-        while any(watcher.is_alive for watcher in self.watchers):
-            if time.monotonic() > began + limit_s:
-                raise TimeoutError
-            time.sleep(0.02)
+        for watcher in self.watchers:
+            while watcher.is_alive:
+                if time.monotonic() > began + limit_s:
+                    raise TimeoutError
+                time.sleep(0.02)
         return time.monotonic() - began
 
-    def close(self):
-        for pid in self._children:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+    def kill(self):
+        """Kill all ranks."""
         for connection in self._sockets:
             connection.close()
-        with contextlib.suppress(TimeoutError):  # the watchers end after their ranks
-            self.wait_for_end()
+        for pid in self._children:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        self._children = []
+
+    def close(self):
+        self.kill()
         for watcher in self.watchers:
             if watcher.is_alive:
                 os.kill(watcher.pid, signal.SIGKILL)
@@ -361,18 +363,8 @@ def death_of(job):
             job.send(rank, "unwound")
     seconds = job.wait_for(lambda: job.ranks_with(b"r"))
     print(f"release: {seconds:.2f} s after the last unwound")
-    cpu_s = job.chief.cpu_s
-    job.leave("unwound")
-    for pid in job._children:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    seconds = 0.0
-    before = time.monotonic()
-    while any(watcher.is_alive for watcher in job.watchers):
-        cpu_s = max(cpu_s, job.chief.cpu_s)
-        seconds = time.monotonic() - before
-        time.sleep(0.02)
-    print(f"end after the death of all: {seconds:.2f} s")
+    job.kill()
+    print(f"end after the death of all: {job.wait_for_end():.2f} s")
 
 
 def measure_end(hosts, ranks):
@@ -385,7 +377,7 @@ def measure_end(hosts, ranks):
         before = job.chief.cpu_s
         job.leave()
         began, cpu_s = time.monotonic(), 0.0
-        while any(watcher.is_alive for watcher in job.watchers):
+        while job.chief.is_alive:
             cpu_s = max(cpu_s, job.chief.cpu_s - before)
             time.sleep(0.005)
         print(f"normal end: {time.monotonic() - began:.2f} s, chief {cpu_s:.3f} s CPU")
@@ -418,16 +410,46 @@ def measure_ticks(size):
     print(f", {tick_ms():.3f} ms after the verdict")
 
 
+def sample():
+    """Print what a small job sends, as JSON, for the test: numbers that depend on no time."""
+    with contextlib.ExitStack() as stack:
+        directory_of_jobs(stack)
+        job = Job(hosts=3, ranks=4)
+        stack.callback(job.close)
+        found = {"connections": [watcher.connections for watcher in job.watchers]}
+        job.set_steps("last")
+        with contextlib.closing(job.open_monitor()) as monitor:
+            found["snapshot"] = monitor.snapshot(states=True)
+            before, _ = job.chief.counts, job.pause(0.6)
+            made = {name: number - before[name] for name, number in job.chief.counts.items()}
+            found["bytes_of_a_sample"] = made["received_bytes"] / made["received"]
+            found["late"] = monitor.snapshot(states=False)["late"]
+        job.received.clear()
+        job.kill_victim()
+        others = [rank for rank in range(job.size) if rank != job.victim]
+        job.wait_for(lambda: job.ranks_with(b"v") == len(others))
+        for rank in others:
+            job.send(rank, "unwound")
+        job.wait_for(lambda: job.ranks_with(b"r") == len(others))
+        found["received"] = {rank: [data[:1].decode() for data in each] for rank, each in job.received.items()}
+        found["verdicts"] = sorted(
+            {data.decode() for each in job.received.values() for data in each if data[:1] == b"v"}
+        )
+        print(json.dumps(found))
+
+
 def main():
     parser = argparse.ArgumentParser()
+    parser.add_argument("--sample", action="store_true", help="only the numbers of the test")
     parser.add_argument("--hosts", type=int, default=64)
     parser.add_argument("--ranks", type=int, default=16, help="of each host")
     parser.add_argument("--quiet", type=float, default=8.0, help="seconds of the measurement of the quiet state")
-    parser.add_argument("--short", action="store_true", help="without the monitors")
     parser.add_argument("--only", choices=["ticks", "job", "end"])
     options = parser.parse_args()
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    if options.sample:
+        return sample()
     if options.only in (None, "ticks"):
         measure_ticks(options.hosts * options.ranks)
     if options.only in (None, "job"):
