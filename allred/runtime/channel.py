@@ -368,7 +368,7 @@ class Listener:
 
     It never waits for a peer. It closes a connection if the peer sends something else than the protocol, if the first
     message after authentication does not arrive within `limit_s`, and if UNAUTHENTICATED_PEERS newer connections are
-    not authenticated.
+    not authenticated, besides the `expected` number of peers that may connect at once.
 
     admit(channel, messages): called with each authenticated channel and its first messages.
     refusal(host, has): returns the reason that is sent to a peer with a wrong secret. `has`: whether the peer has a
@@ -384,7 +384,9 @@ class Listener:
         admit: Callable[[Channel, list[Message]], object],
         refusal: Callable[[str, bool], str] = lambda host, has: "its secret is not the secret of this job",
         limit_s: float = timings.AUTHENTICATE_S,
+        expected: int = 0,
     ) -> None:
+        self._most = timings.UNAUTHENTICATED_PEERS + expected
         self._loop, self._socket, self._purpose, self._secret = loop, listening, purpose, secret
         self._admit, self._refusal, self._limit_s = admit, refusal, limit_s
         self._pending: list[_UnauthenticatedPeer] = []
@@ -405,7 +407,7 @@ class Listener:
         except OSError:  # the peer has closed the connection, or there are too many open files
             return
         unauthenticated = [peer for peer in self._pending if not peer.authenticated]
-        if len(unauthenticated) >= timings.UNAUTHENTICATED_PEERS:
+        if len(unauthenticated) >= self._most:
             self._close(unauthenticated[0])
         connection.setblocking(False)
         channel = Channel(connection, timings.UNAUTHENTICATED_BYTES)

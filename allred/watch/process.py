@@ -76,7 +76,8 @@ class Watcher:
         if settings.chief and settings.address:
             tcp = open_listener(settings.address)
             self.port = tcp.getsockname()[1]
-            self._listener = Listener(self._loop, tcp, PURPOSE, settings.token, self._accept_watcher)
+            accept, expected = self._accept_watcher, settings.nodes
+            self._listener = Listener(self._loop, tcp, PURPOSE, settings.token, accept, expected=expected)
 
     @property
     def answer(self) -> Event:

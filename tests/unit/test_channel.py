@@ -278,6 +278,33 @@ def test_a_peer_that_is_closed_before_authentication_connects_again():
         found[0].connection.close()
 
 
+def test_as_many_peers_as_are_expected_may_connect_at_once(loop_with_listener):
+    loop, address = loop_with_listener(expected=20)
+    with contextlib.ExitStack() as stack:
+        peers = []
+        for _ in range(UNAUTHENTICATED_PEERS + 20):
+            peers.append(stack.enter_context(socket.create_connection(address, WAIT_S)))
+            loop.turn()
+        peers[0].settimeout(WAIT_S)
+        assert b"nonce" in peers[0].recv(200)
+        peers[0].setblocking(False)
+        with pytest.raises(BlockingIOError):  # it is not closed
+            peers[0].recv(200)
+
+
+@pytest.fixture
+def loop_with_listener():
+    with contextlib.closing(Loop()) as loop, contextlib.ExitStack() as stack:
+
+        def listen(**more):
+            listening = socket.create_server(("127.0.0.1", 0))
+            listener = Listener(loop, listening, "test", "secret", lambda *_: None, **more)
+            stack.callback(listener.close)
+            return loop, listening.getsockname()
+
+        yield listen
+
+
 def test_unauthenticated_connections_are_limited_and_block_no_peer():
     with Served() as served, contextlib.ExitStack() as stack:
         before = connect(served.where, "test", "secret")
