@@ -13,15 +13,15 @@ typedef struct {
  * What one kind of operation does with a window.
  *
  * reduces, gathers  which half of the ring's steps it takes
- * blocks            the blocks of some hosts, as a part of the window; of it, what rank `slice` sends and receives.
- * Only an allreduce is asked for the blocks of several hosts fill              write this rank's numbers to the window
+ * blocks            the blocks of some hosts, as a part of the window: what rank `slice` sends or receives in a step
+ * fill              write this rank's numbers to the window
  * sum               complete the slice of this host in the window of this rank
  * cross             send and receive without waiting, and set `crossed`; return whether anything was done
  * drain             read results
  */
 struct allred_window_kind {
   int reduces, gathers;
-  allred_part (*blocks)(const allred_operation *op, uint64_t number, int slice, int block, int end);
+  allred_part (*blocks)(const allred_operation *op, uint64_t number, int slice, int first, int end);
   void (*fill)(allred_operation *op, uint64_t number);
   void (*sum)(allred_operation *op, uint64_t number);
   int (*cross)(allred_operation *op);
