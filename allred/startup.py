@@ -169,7 +169,8 @@ def _join_tasks(connection: "RendezvousConnection", settings: dict[str, Any] | s
             )
         if needs_mpi:
             mpis = bootstrap.allgather_object(rendezvous_client.mpi_of_task())
-            if problem := rendezvous_client.mpi_problem(dict(zip(connection.tasks, mpis, strict=True))):
+            mpi_of_tasks, hosts = dict(zip(connection.tasks, mpis, strict=True)), [each.host for each in facts]
+            if problem := rendezvous_client.mpi_problem(mpi_of_tasks, hosts):
                 raise ConfigError(problem)
     if needs_mpi:
         with connection.used_by_mpi(), startup_timeout(settings, connection.lifeline):

@@ -65,7 +65,8 @@ class Bootstrap(abc.ABC):
 
     def broadcast_object(self, value: T, root: int = 0) -> T:
         """Return the object of rank `root`."""
-        return self.allgather_object(value if self.rank == root else None)[root]  # type: ignore[return-value]
+        found: T = pickle.loads(self.allgather(pickle.dumps(value) if self.rank == root else b"")[root])
+        return found
 
     def barrier(self) -> None:
         """Wait for all ranks."""

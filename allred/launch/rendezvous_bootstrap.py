@@ -19,6 +19,7 @@ from allred.comm.work import Polled, Steps
 from allred.config import Config
 from allred.errors import AllredError, CollectiveTimeout
 from allred.launch.rendezvous_client import Joined, rendezvous, shared_memory_domain
+from allred.launch.rendezvous_server import decode_values, members_text
 from allred.runtime.channel import Channel
 from allred.runtime.stderr import rank_warning
 from allred.runtime.timings import EXCHANGE_POLL_S
@@ -102,9 +103,10 @@ class TaskConnection(abc.ABC):
     def __init__(self, limit_s: float, tasks: tuple[str, ...] = ()) -> None:
         self.tasks, self.limit_s, self.warn_s = tasks, limit_s, math.inf
         self._exchanges: dict[str, int] = defaultdict(int)  # how many exchanges were begun, by members and title
-        self._values: dict[str, list[bytes]] = {}  # the values that have arrived, by the key of the exchange
+        self._values: dict[str, list[bytes] | None] = {}  # by the key of the exchange; None: some have not arrived
+        self._parts: dict[str, str] = {}  # of these values, by the key
         self._sizes: dict[str, int] = {}  # the number of members, by the key
-        self._missing: dict[str, str] = {}  # the ranks that have not sent a value, by the key
+        self._missing: dict[str, str] = {}  # some ranks that have not sent a value, by the key
 
     @property
     @abc.abstractmethod
@@ -123,26 +125,26 @@ class TaskConnection(abc.ABC):
         words = dict(word.partition("=")[::2] for word in line.split())
         if words["cmd"] == "missing":
             self._missing[words["key"]] = words["ranks"]
-        elif words["key"] in self._values:
-            if len(self._values[words["key"]]) == self._sizes[words["key"]]:
-                raise ValueError("an exchange has more values than members")
-            self._values[words["key"]].append(base64.b64decode(words["value"]))
+        elif (key := words["key"]) in self._values:
+            self._parts[key] = self._parts.get(key, "") + words["values"]
+            if words["left"] == "0":
+                self._values[key] = decode_values(self._parts.pop(key), self._sizes[key])
 
     def begin(self, members: Sequence[int], value: bytes, title: str) -> str:
         """Begin an exchange. Return its key."""
-        ranks = ",".join(map(str, members))
+        ranks = members_text(tuple(members))
         name = hashlib.blake2b(f"{ranks} {title}".encode(), digest_size=8).hexdigest()
         self._exchanges[name] += 1
         key = f"{name}.{self._exchanges[name]}"
-        self._values[key], self._sizes[key] = [], len(members)
+        self._values[key], self._sizes[key] = None, len(members)
         self._send(f"cmd=allgather key={key} ranks={ranks} value={base64.b64encode(value).decode()}")
         return key
 
     def poll(self, key: str, timeout_s: float = 0.0) -> bool:
         """Wait up to `timeout_s` for more values of an exchange. Return whether all have arrived."""
-        if len(self._values[key]) < self._sizes[key]:
+        if self._values[key] is None:
             self._receive(timeout_s)
-        return len(self._values[key]) == self._sizes[key]
+        return self._values[key] is not None
 
     def wait(self, key: str) -> list[bytes]:
         """Wait for the values of an exchange. Return them in the order of its members."""
@@ -166,12 +168,14 @@ class TaskConnection(abc.ABC):
             self._receive(EXCHANGE_POLL_S)
         ranks = self._missing.pop(key, "").split(",")
         names = [self.tasks[int(rank)] for rank in ranks if rank] if self.tasks else []
-        return f"rank {self.rank} has waited for {waited_s:.0f} s for {' and '.join(names[:4]) or 'another task'}"
+        return f"rank {self.rank} has waited for {waited_s:.0f} s for {' and '.join(names) or 'another task'}"
 
     def take(self, key: str) -> list[bytes]:
         """Return the values of a complete exchange, and forget it."""
         del self._sizes[key]
-        return self._values.pop(key)
+        values = self._values.pop(key)
+        assert values is not None, f"the exchange {key} is not complete"
+        return values
 
 
 class RendezvousConnection(TaskConnection):

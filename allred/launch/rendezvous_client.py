@@ -12,19 +12,20 @@ import ipaddress
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from allred import log
 from allred.cluster import mpi
 from allred.errors import AllredError, CollectiveTimeout, ConfigError
-from allred.launch.rendezvous_server import PURPOSE
-from allred.runtime import channel, detached
+from allred.launch.rendezvous_server import MAPPING_CHARS, PURPOSE, digest, mapping
+from allred.runtime import channel, detached, open_files
 from allred.runtime.channel import Channel, HandshakeError, connect
 from allred.runtime.timings import ADDRESS_FREE_S, AUTHENTICATE_S, REMIND_TASKS_S, RETRY_S
 from allred.watch.start import own_address
 
 SocketAddress = tuple[Any, ...]  # the argument of socket.bind
+_OTHER_FILES = 32  # of the rendezvous process
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Connector:
     """Connects `task` of the cluster with these addresses to the rendezvous process."""
 
     def __init__(self, addresses: Mapping[str, str], task: str, secret: str) -> None:
-        self._addresses, self._task, self._secret = dict(addresses), task, secret
+        self.addresses, self._task, self._secret = dict(addresses), task, secret
         self._first = next(iter(addresses))
         self._at = f"{self._first} ({addresses[self._first]})"
 
@@ -123,7 +124,7 @@ def rendezvous(
     first = next(iter(addresses))
     where = look_up({first: addresses[first]})
     connector = Connector(addresses, task, secret)
-    hello: dict[str, Any] = {"task": task, "addresses": dict(addresses), "node": shared_memory_domain()}
+    hello: dict[str, Any] = {"task": task, "digest": digest(addresses), "node": shared_memory_domain()}
     hello |= {"host": socket.gethostname(), "pid": os.getpid(), "user": os.geteuid()}
     try:
         where = look_up(addresses)
@@ -156,6 +157,10 @@ def _answer(to: Channel) -> dict[str, Any]:
 
 
 def _start(addresses: Mapping[str, str], secret: str, listener: socket.socket) -> None:
+    if problem := open_files.problem(2 * len(addresses) + _OTHER_FILES):
+        raise ConfigError(
+            f"the rendezvous process of {len(addresses)} tasks cannot have 2 connections of each: {problem}"
+        )
     settings = {"addresses": dict(addresses), "secret": secret, "listener": listener.fileno(), "pid": os.getpid()}
     found = detached.start("allred.launch.rendezvous_server", settings, files=[listener.fileno()])
     listener.close()
@@ -174,6 +179,8 @@ def _wait(connector: Connector, where: list[SocketAddress], hello: dict[str, Any
     try:
         while (messages := _next(lifeline, waiting.seconds_to_wait())) is not None:
             for message in messages:
+                if "differs" in message:
+                    hello["addresses"] = connector.addresses
                 if "refused" in message:
                     raise ConfigError(str(message["refused"]))
                 if "notice" in message:
@@ -203,14 +210,20 @@ def _next(lifeline: Channel, limit_s: float) -> list[dict[str, Any]] | None:
 def look_up(addresses: Mapping[str, str]) -> dict[str, list[SocketAddress]]:
     """Return the socket addresses of each task by name, IPv4 first. Raises ConfigError for an unknown host."""
     places, unknown = {}, []
+    hosts: dict[str, list[SocketAddress] | str] = {}  # the addresses of each host, or the error: one query for a host
     for task, address in addresses.items():
         host, _, port = address.rpartition(":")
-        try:
-            found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-        except OSError as error:
-            unknown.append(f"{host} of {task} ({error.strerror})")
-            continue
-        places[task] = [where for *_, where in sorted(found, key=lambda f: f[0])]
+        if host not in hosts:
+            try:
+                found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+                hosts[host] = [where for *_, where in sorted(found, key=lambda f: f[0])]
+            except OSError as error:
+                hosts[host] = str(error.strerror)
+        of_host = hosts[host]
+        if isinstance(of_host, str):
+            unknown.append(f"{host} of {task} ({of_host})")
+        else:
+            places[task] = [(where[0], int(port), *where[2:]) for where in of_host]
     if unknown:
         raise ConfigError(
             f"unknown host on {socket.gethostname()}: {', '.join(unknown)}; write a name or number that all tasks know"
@@ -233,8 +246,9 @@ def check_addresses(addresses: Mapping[str, str], places: Mapping[str, list[Sock
                 f"{addresses[other]} of {other} and {addresses[task]} of {task} are the same address; give each task a "
                 "different port"
             )
-    near = [task for task in places if is_loopback(places[task])]
-    far = [task for task in places if task not in near]
+    loopback = {where[0][0]: is_loopback(where) for where in places.values()}  # by the first address
+    near = [task for task, where in places.items() if loopback[where[0][0]]]
+    far = [task for task, where in places.items() if not loopback[where[0][0]]]
     if near and far:
         raise ConfigError(
             f"{addresses[near[0]]} of {near[0]} is this machine's loopback ({places[near[0]][0][0]}), which "
@@ -302,8 +316,8 @@ def mpi_of_task() -> tuple[str, str]:
     return library, ""
 
 
-def mpi_problem(mpis: Mapping[str, tuple[str, str]]) -> str:
-    """Return why the tasks cannot start MPI; "" if they can. mpis: `mpi_of_task` of each, by name."""
+def mpi_problem(mpis: Mapping[str, tuple[str, str]], hosts: Sequence[int]) -> str:
+    """Return why the tasks cannot start MPI; "" if they can. mpis: `mpi_of_task` of each, by name. hosts: of each."""
     what = "mode ps, clients, backend mpi and transport mpi, without mpirun, need MPICH"
     (first, (library, _)), *_ = mpis.items()
     for task, (other, problem) in mpis.items():
@@ -311,4 +325,9 @@ def mpi_problem(mpis: Mapping[str, tuple[str, str]]) -> str:
             return f"{what}; {task}: {problem}"
         if other != library:
             return f"{what}; {first} has {library}, but {task} has {other}; install the same in all environments"
+    if len(mapping(hosts)) > MAPPING_CHARS:
+        return (
+            f"{what}, which cannot read the hosts of {len(hosts)} tasks in this order; list the tasks of each host one "
+            "after the other, the same number for each host, or use mpirun"
+        )
     return ""

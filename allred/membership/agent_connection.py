@@ -68,7 +68,7 @@ class AgentConnection(TaskConnection):
         form = self.member.form
         assert form is not None
         self.rank, self.size, self.tasks = form.members.index(self.member.name), len(form.members), form.members
-        for each in (self._exchanges, self._values, self._sizes, self._missing):
+        for each in (self._exchanges, self._values, self._parts, self._sizes, self._missing):
             each.clear()
         return form
 

@@ -177,14 +177,17 @@ class Channel:
 
     def send_line(self, line: str) -> None:
         """Send a line of text. An error shuts down the connection in both directions; the next receive reports it."""
-        data = line.encode() + b"\n"
+        self.send_bytes(line.encode() + b"\n")
+
+    def send_bytes(self, lines: bytes) -> None:
+        """Send complete lines; see `send_line`."""
         if self._unsent is not None:
-            self._unsent += data
-            if len(self._unsent) == len(data):
+            self._unsent += lines
+            if len(self._unsent) == len(lines):
                 self._send_unsent()
             return
         try:
-            self.connection.sendall(data)
+            self.connection.sendall(lines)
         except OSError:
             self._shut_down()
 
@@ -389,9 +392,9 @@ class Listener:
         self._most = timings.UNAUTHENTICATED_PEERS + expected
         self._loop, self._socket, self._purpose, self._secret = loop, listening, purpose, secret
         self._admit, self._refusal, self._limit_s = admit, refusal, limit_s
-        self._pending: list[_UnauthenticatedPeer] = []
+        self._pending: dict[_UnauthenticatedPeer, None] = {}  # from the oldest to the newest
         listening.setblocking(False)
-        listening.listen(1024)
+        listening.listen(max(1024, self._most))
         loop.on_input(listening, self._accept)
 
     def close(self) -> None:
@@ -406,14 +409,15 @@ class Listener:
             connection, _ = self._socket.accept()
         except OSError:  # the peer has closed the connection, or there are too many open files
             return
-        unauthenticated = [peer for peer in self._pending if not peer.authenticated]
-        if len(unauthenticated) >= self._most:
-            self._close(unauthenticated[0])
+        if len(self._pending) >= self._most:
+            unauthenticated = [peer for peer in self._pending if not peer.authenticated]
+            if len(unauthenticated) >= self._most:
+                self._close(unauthenticated[0])
         connection.setblocking(False)
         channel = Channel(connection, timings.UNAUTHENTICATED_BYTES)
         expiry = self._loop.after(self._limit_s, lambda: self._close(peer))
         peer = _UnauthenticatedPeer(channel, secrets.token_hex(), expiry)
-        self._pending.append(peer)
+        self._pending[peer] = None
         self._loop.on_input(connection, lambda: self._receive(peer))
         channel.send({"allred": VERSION, "nonce": peer.nonce})
 
@@ -445,8 +449,7 @@ class Listener:
 
     def _forget(self, peer: _UnauthenticatedPeer) -> None:
         peer.expiry.cancel()
-        with contextlib.suppress(ValueError):
-            self._pending.remove(peer)
+        self._pending.pop(peer, None)
         self._loop.remove(peer.channel.connection)
 
     def _close(self, peer: _UnauthenticatedPeer) -> None:

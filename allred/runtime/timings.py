@@ -108,6 +108,7 @@ assert DRAIN_S >= OUTPUT_S
 # Tasks without a launcher (launch/).
 
 REMIND_TASKS_S = 5.0  # interval of the message that names the missing tasks
+REPORT_TASKS_S = 0.5  # the shortest interval of the messages to all tasks that wait, with the missing ones
 ADDRESS_FREE_S = 3.0  # how long the process of an earlier job may keep an address
 EXCHANGE_POLL_S = 0.1  # interval at which a wait for the rendezvous checks whether the watcher has reported a death
 RENDEZVOUS_DEATH_S = 0.5  # before the others are ended in MPI_Init: they may fail with the same error

@@ -1,5 +1,6 @@
 """The rendezvous of tasks without mpirun: PMI-1, hellos, addresses, the secret."""
 
+import base64
 import contextlib
 import itertools
 import os
@@ -8,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import zlib
 
 import pytest
 from ports import reserved_ports
@@ -15,36 +17,69 @@ from ports import reserved_ports
 from allred.config import secret
 from allred.errors import ConfigError
 from allred.launch import rendezvous_client
-from allred.launch.rendezvous_server import Pmi, RendezvousState, mapping
+from allred.launch.rendezvous_server import (
+    Exchanges,
+    Pmi,
+    RendezvousState,
+    decode_values,
+    mapping,
+    members_of,
+    members_text,
+)
 from allred.runtime import detached
+from allred.runtime.timings import LINE_BYTES
 
 # ---- PMI-1
 
 
 def test_what_one_has_put_all_get_after_the_barrier():
     pmi = Pmi(["a", "a", "b"])
-    [(rank, name)] = pmi.handle(1, "cmd=get_my_kvsname")
-    assert rank == 1
+    [(ranks, name)] = pmi.handle(1, "cmd=get_my_kvsname")
+    assert ranks == [1]
     name = name.rpartition("=")[2]
-    assert pmi.handle(0, f"cmd=put kvsname={name} key=k value=a=b+/") == [(0, "cmd=put_result rc=0 msg=success")]
+    assert pmi.handle(0, f"cmd=put kvsname={name} key=k value=a=b+/") == [([0], "cmd=put_result rc=0 msg=success")]
     assert pmi.handle(0, "cmd=barrier_in") == pmi.handle(2, "cmd=barrier_in") == []
-    out = "cmd=barrier_out rc=0"
-    assert pmi.handle(1, "cmd=barrier_in") == [(0, out), (1, out), (2, out)]
-    assert pmi.handle(2, f"cmd=get kvsname={name} key=k") == [(2, "cmd=get_result rc=0 value=a=b+/")]
-    assert pmi.handle(2, f"cmd=get kvsname={name} key=x") == [(2, "cmd=get_result rc=1 msg=key_not_found")]
+    assert pmi.handle(1, "cmd=barrier_in") == [(range(3), "cmd=barrier_out rc=0")]
+    assert pmi.handle(2, f"cmd=get kvsname={name} key=k") == [([2], "cmd=get_result rc=0 value=a=b+/")]
+    assert pmi.handle(2, f"cmd=get kvsname={name} key=x") == [([2], "cmd=get_result rc=1 msg=key_not_found")]
     where = "cmd=get_result rc=0 value=(vector,(0,1,2),(1,1,1))"
-    assert pmi.handle(0, f"cmd=get kvsname={name} key=PMI_process_mapping") == [(0, where)]
+    assert pmi.handle(0, f"cmd=get kvsname={name} key=PMI_process_mapping") == [([0], where)]
     assert pmi.handle(0, "cmd=barrier_in") == [], "the next barrier begins anew"
 
 
 def test_values_go_to_all_members_once_all_have_sent_theirs():
     pmi = Pmi(["a"] * 4)
-    assert pmi.handle(2, "cmd=allgather key=k ranks=2,0,3 value=two") == []
-    assert pmi.handle(0, "cmd=allgather key=k ranks=2,0,3 value=zero") == []
-    assert pmi.handle(0, "cmd=missing key=k") == [(0, "cmd=missing key=k ranks=3")]
-    lines = "\n".join(f"cmd=allgathered key=k value={value}" for value in ("two", "zero", "three"))
-    assert pmi.handle(3, "cmd=allgather key=k ranks=2,0,3 value=three") == [(2, lines), (0, lines), (3, lines)]
-    assert pmi.handle(0, "cmd=missing key=k") == [(0, "cmd=missing key=k ranks=")], "complete, but not received yet"
+    assert pmi.handle(2, "cmd=allgather key=k ranks=2,0,3 value=dHdv") == []
+    assert pmi.handle(0, "cmd=allgather key=k ranks=2,0,3 value=emVybw==") == []
+    assert pmi.handle(0, "cmd=missing key=k") == [([0], "cmd=missing key=k ranks=3")]
+    [(ranks, line)] = pmi.handle(3, "cmd=allgather key=k ranks=2,0,3 value=")
+    assert list(ranks) == [2, 0, 3]
+    text, found = line.removeprefix("cmd=allgathered key=k left=0 values="), [b"two", b"zero", b""]
+    assert decode_values(text, 3) == found
+    for wrong in (text[:-4], text[4:], "", base64.b64encode(zlib.compress(b"x," * 2**21)).decode()):
+        with pytest.raises(ValueError, match=r"."):
+            decode_values(wrong, 3)
+    assert pmi.handle(0, "cmd=missing key=k") == [([0], "cmd=missing key=k ranks=")], "complete, but not received yet"
+
+
+def test_large_values_are_sent_in_several_lines():
+    exchanges, values = Exchanges(2), [base64.b64encode(os.urandom(600_000)) for _ in range(2)]
+    words = [{"cmd": "allgather", "key": "k", "ranks": "0-1", "value": value.decode()} for value in values]
+    assert exchanges.handle(0, words[0]) == []
+    lines = [line for _, line in exchanges.handle(1, words[1])]
+    assert [line.partition(" values=")[0] for line in lines][-2:] == [f"cmd=allgathered key=k left={n}" for n in (1, 0)]
+    assert max(map(len, lines)) < LINE_BYTES
+    text = "".join(line.partition(" values=")[2] for line in lines)
+    assert decode_values(text, 2) == [base64.b64decode(value) for value in values]
+
+
+def test_members_as_text():
+    for number in range(1, 6):
+        for members in itertools.permutations(range(5), number):
+            assert tuple(members_of(members_text(members), 5)) == members
+    for wrong in ("", "5", "-1", "0-5", "2-1", "0,0", "0-2,2", "x", "0-99999999999999999999", "9" * 5000):
+        with pytest.raises(ValueError, match=r"."):
+            members_of(wrong, 5)
 
 
 def test_two_worlds_have_two_names():
@@ -54,21 +89,25 @@ def test_two_worlds_have_two_names():
 
 def test_answers_of_one_line():
     pmi = Pmi(["a", "b"])
-    assert pmi.handle(1, "cmd=get_universe_size") == [(1, "cmd=universe_size rc=0 size=2")]
-    assert pmi.handle(0, "cmd=finalize") == [(0, "cmd=finalize_ack rc=0")]
+    assert pmi.handle(1, "cmd=get_universe_size") == [([1], "cmd=universe_size rc=0 size=2")]
+    assert pmi.handle(0, "cmd=finalize") == [([0], "cmd=finalize_ack rc=0")]
     assert pmi.handle(0, "cmd=abort exitcode=7 message=abort") == []
     with pytest.raises(ValueError, match="spawn"):
         pmi.handle(0, "cmd=spawn")
 
 
 def test_the_mapping_gives_the_nodes_back():
-    for nodes in itertools.product("abc", repeat=4):
+    for nodes in itertools.product("abc", repeat=5):
         check_mapping(nodes)
+    many = [node for node in range(1000) for _ in range(16)]
+    assert mapping(many) == "(vector,(0,1000,16))"
+    assert rendezvous_client.mpi_problem({"a": ("MPICH", "")}, many) == ""
+    assert "cannot read the hosts" in rendezvous_client.mpi_problem({"a": ("MPICH", "")}, [*range(9), 3, 1] * 60)
 
 
 def check_mapping(nodes):
     numbers = [tuple(map(int, block.split(","))) for block in mapping(nodes)[len("(vector,(") : -2].split("),(")]
-    expanded = [node for node, one, count in numbers for _ in range(count) if one == 1]
+    expanded = [each for node, many, count in numbers for each in range(node, node + many) for _ in range(count)]
     names = dict(zip(expanded, nodes, strict=True))
     assert [names[node] for node in expanded] == list(nodes)
     assert len(names) == len(set(nodes))
@@ -110,6 +149,7 @@ def test_it_begins_when_all_are_there():
         (hello(W0, addresses={**ADDRESSES, W1: "d:1"}), f"there {W1} is d:1, here it is c:1"),
         (hello(W0, addresses={**ADDRESSES, "/job:x/task:0": "d:1"}), "there /job:x/task:0 is d:1, here it is nothing"),
         (hello(W0, addresses=None), f"there {PS} is nothing, here it is a:1"),
+        (hello(W0, addresses=dict(reversed(ADDRESSES.items()))), "the order of the tasks differs"),
         (hello("/job:x/task:9"), "it has no /job:x/task:9"),
     ],
 )
@@ -180,6 +220,16 @@ def test_places_and_the_secret():
     twice = {"a": "localhost:1", "b": "127.0.0.1:1"}
     with pytest.raises(ConfigError, match=r"localhost:1 of a and 127\.0\.0\.1:1 of b are the same address"):
         rendezvous_client.check_addresses(twice, rendezvous_client.look_up(twice), "")
+
+
+def test_one_query_for_each_host(monkeypatch):
+    queries, real = [], socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *more, **named: queries.append(host) or real(host, *more))
+    addresses = {f"t{n}": f"{'[::1]' if n % 2 else 'localhost'}:{n}" for n in range(1, 100)}
+    found = rendezvous_client.look_up(addresses)
+    assert queries == ["::1", "localhost"]
+    assert found["t1"] == [("::1", 1, 0, 0)] * len(found["t1"])
+    assert found["t2"][0] == ("127.0.0.1", 2)
 
 
 def test_unknown_hosts():

@@ -31,7 +31,7 @@ from allred.comm.bootstrap import Bootstrap
 from allred.comm.messages import Messages
 from allred.comm.work import spin_wait
 from allred.errors import AllredError, ConfigError
-from allred.runtime import channel
+from allred.runtime import channel, open_files
 from allred.runtime.channel import Channel, Listener, Message
 from allred.runtime.loop import Loop
 from allred.runtime.timings import RETRY_S
@@ -205,6 +205,7 @@ class MessageSockets:
         self._receives: dict[Key, list[_SocketReceive]] = {}  # for which no message has arrived
         self._unexpected: dict[Key, list[tuple[int, int, memoryview]]] = {}  # sender, number and data
         self._unacknowledged: dict[int, _SocketSend] = {}
+        open_files.allow(2 * bootstrap.size)  # a timeline needs as many; a rank that sends little needs few
         here, token, problem, files = socket.gethostname(), secrets.token_hex(16), "", [socket.socket(socket.AF_UNIX)]
         try:
             files[0].bind(f"\0allred-{token}")
@@ -212,7 +213,8 @@ class MessageSockets:
             files.append(channel.open_listener(host))
         except (OSError, ConfigError) as error:
             problem = f"rank {self.rank} on {here} cannot receive messages at {host}: {error}"
-        mine = problem, domain, here, secrets.token_hex(32), token, files[-1].getsockname()[:2]
+        secret = secrets.token_hex(32) if self.rank == 0 else ""
+        mine = problem, domain, here, secret, token, files[-1].getsockname()[:2]
         self._ranks = bootstrap.allgather_object(mine)
         needs_tcp = len({each[1] for each in self._ranks}) > 1
         if not needs_tcp and not problem:
