@@ -9,6 +9,7 @@ world_rank, world_size   the MPI world: first the servers, then the workers, the
 leader                   the lowest rank of this node
 """
 
+import collections
 import dataclasses
 
 from allred.errors import ConfigError
@@ -51,13 +52,17 @@ def number(nodes: list[int], rank: int, servers: int = 0, clients: int = 0) -> N
     workers = end - servers
     first, last = (0, servers) if rank < servers else (servers, end) if rank < end else (end, len(nodes))
     mine, index = nodes[first:last], rank - first  # the nodes of the ranks with the same job
-    local_ranks = [mine[:r].count(node) for r, node in enumerate(mine)]
+    counts: collections.Counter[int] = collections.Counter()
+    local_ranks = []  # the number of ranks before each one on its node
+    for node in mine:
+        local_ranks.append(counts[node])
+        counts[node] += 1
     same_local = [r for r, local in enumerate(local_ranks) if local == local_ranks[index]]
     return Numbering(
         rank=workers + rank if rank < servers else rank - servers if rank < end else rank,
         size=workers,
         local_rank=local_ranks[index],
-        local_size=mine.count(mine[index]),
+        local_size=counts[mine[index]],
         cross_rank=same_local.index(index),
         cross_size=len(same_local),
         world_rank=rank,

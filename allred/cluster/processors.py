@@ -75,6 +75,13 @@ def _on_node(ranks: Sequence[Cores], nodes: Sequence[Hashable], node: Hashable) 
     return [one for one, its in zip(ranks, nodes, strict=True) if its == node]
 
 
+def _by_node(ranks: Sequence[Cores], nodes: Sequence[Hashable]) -> dict[Hashable, list[Cores]]:
+    found: dict[Hashable, list[Cores]] = {}
+    for one, its in zip(ranks, nodes, strict=True):
+        found.setdefault(its, []).append(one)
+    return found
+
+
 def share(ranks: Sequence[Cores], nodes: Sequence[Hashable], rank: int) -> int:
     """Return the share of a rank of the cores of its node, at least 1.
 
@@ -97,7 +104,9 @@ class _Node(NamedTuple):
 
     @classmethod
     def of(cls, there: Sequence[Cores]) -> "_Node":
-        users = collections.Counter(core for rank in there for core in rank.allowed)
+        users: collections.Counter[int] = collections.Counter()
+        for allowed, number in collections.Counter(rank.allowed for rank in there).items():
+            users.update(dict.fromkeys(allowed, number))
         cores, started = usable_cores(there), max(len(there), *(rank.launched for rank in there))
         is_bound = len(there) > 1 and cores == len(users)
         return cls(cores, started, frozenset(core for core, ranks in users.items() if ranks == 1 and is_bound))
@@ -115,7 +124,7 @@ def thread_limits(ranks: Sequence[Cores], nodes: Sequence[Hashable]) -> list[int
     >>> thread_limits([free, free, free], nodes=[0, 0, 1])
     [2, 2, None]
     """
-    of_node = {node: _Node.of(_on_node(ranks, nodes, node)) for node in dict.fromkeys(nodes)}
+    of_node = {node: _Node.of(there) for node, there in _by_node(ranks, nodes).items()}
     found: list[int | None] = []
     for own, node in zip(ranks, nodes, strict=True):
         most, is_alone = of_node[node].share(own), of_node[node].started == 1
@@ -140,9 +149,8 @@ def oversubscription(ranks: Sequence[Cores], nodes: Sequence[Hashable]) -> str |
     ...                        nodes=[0, 0]))
     2 ranks with 4 BLAS threads on 2 cores: steps may take many times as long; unset OMP_NUM_THREADS
     """
-    worst, text, after = 1.0, None, limited(ranks, nodes)
-    for node in dict.fromkeys(nodes):
-        there = _on_node(after, nodes, node)
+    worst, text, of_nodes = 1.0, None, _by_node(limited(ranks, nodes), nodes)
+    for there in of_nodes.values():
         threads, cores = sum(max(1, rank.threads) for rank in there), usable_cores(there)
         if threads > worst * cores:
             worst, remedies, most = threads / cores, [], max(1, cores // len(there))
@@ -154,7 +162,7 @@ def oversubscription(ranks: Sequence[Cores], nodes: Sequence[Hashable]) -> str |
                 remedies.append(f"export OMP_NUM_THREADS={most} before the start")
             if len(there) > cores:
                 remedies.append(f"start at most {count(cores, 'rank')} here")
-            where = " of one node" if len(set(nodes)) > 1 else ""
+            where = " of one node" if len(of_nodes) > 1 else ""
             text = (
                 f"{count(len(there), 'rank')} with {count(threads, 'BLAS thread')} on {count(cores, 'core')}{where}"
                 f": steps may take many times as long; {' and '.join(remedies)}"

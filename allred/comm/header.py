@@ -222,18 +222,21 @@ def _verdict(calls: list[OpDescriptor], ranks: Sequence[int]) -> AllredError:
 
 def _swapped(calls: list[OpDescriptor], ranks: Sequence[int]) -> str:
     """Describe two ranks that started the same operations in different orders; "" if there are none."""
+    started: dict[tuple[str, str], int] = {}  # the first rank that started an operation before another one
     for one, first in enumerate(calls):
-        for other, second in enumerate(calls[:one]):
-            if (
-                first.label != second.label
-                and first.label in second.started_later
-                and second.label in first.started_later
-            ):
-                return (
-                    f"ranks started operations in different orders: rank {ranks[other]} started {second.label} before "
-                    f"{first.label}, rank {ranks[one]} started {first.label} before {second.label}; all ranks must "
-                    "start the same operations in the same order"
-                )
+        label = first.label
+        found = [started[later, label] for later in first.started_later if (later, label) in started]
+        if found:
+            other = min(found)
+            second = calls[other].label
+            return (
+                f"ranks started operations in different orders: rank {ranks[other]} started {second} before {label}, "
+                f"rank {ranks[one]} started {label} before {second}; all ranks must start the same operations in the "
+                "same order"
+            )
+        for later in first.started_later:
+            if later != label:
+                started.setdefault((label, later), one)
     return ""
 
 

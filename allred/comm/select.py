@@ -13,6 +13,8 @@ from allred.config import Config
 from allred.errors import ConfigError
 from allred.gpu.streams import NO_GPUS, VisibleGpus, binding_error
 
+MOST_NODES = 1024  # of transport tcp: ALLRED_MAX_HOSTS of csrc/network.h
+
 
 @dataclasses.dataclass(frozen=True)
 class TransportFacts:
@@ -91,6 +93,10 @@ def _between(facts: Sequence[TransportFacts], config: Config, lacking: str) -> t
             f"ALLRED_TRANSPORT=tcp needs the C extension, but {lacks} (python -m allred.native shows the reason); or "
             "use ALLRED_TRANSPORT=mpi"
         )
+    if (nodes := len(set(memory_nodes(facts)))) > MOST_NODES and not lacks:
+        lacks = f"{nodes} nodes, but transport tcp is for at most {MOST_NODES}"
+        if wanted == "tcp":
+            raise ConfigError(f"ALLRED_TRANSPORT=tcp: there are {lacks}; use ALLRED_TRANSPORT=mpi")
     fabric = next((each.fabric for each in facts if each.fabric and each.has_mpi and wanted == "auto"), "")
     if lacks or fabric:
         return "mpi", f"MPI between nodes: {lacks or fabric}"

@@ -18,10 +18,12 @@ import time
 from allred.cluster.topology import ipv4_addresses
 from allred.comm.bootstrap import Bootstrap
 from allred.errors import ConfigError
-from allred.runtime import channel
+from allred.runtime import channel, open_files
 from allred.runtime.channel import Channel, HandshakeError, Listener, Message, limit_resending
 from allred.runtime.loop import Loop
 from allred.runtime.timings import AUTHENTICATE_S
+
+_OTHER_FILES = 32  # listeners, and files that other threads open
 
 
 def addresses(network: str) -> list[str]:
@@ -91,6 +93,8 @@ def connect(
     problem, token = "", secrets.token_hex(16)
     try:
         if group:
+            if lacks := open_files.allow(len(group) + _OTHER_FILES):
+                raise ConfigError(lacks)
             listeners = _listen(addresses(network), len(group))
     except (OSError, ConfigError) as error:
         problem = f"rank {rank} on {socket.gethostname()}: {error}"

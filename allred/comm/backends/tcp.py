@@ -56,7 +56,7 @@ class TcpBackend(ShmBackend):
         self._here = next(index for index, ranks in enumerate(hosts) if self.rank in ranks)
         self._slices = min(map(len, hosts))
         self._order = [rank for ranks in hosts for rank in ranks]
-        self._position = [self._order.index(rank) for rank in range(self.size)]
+        self._position = sorted(range(self.size), key=self._order.__getitem__)
         fds = [sockets[host].fileno() if host in sockets else -1 for host in range(len(hosts))]
         self.segment.set_network(windows, window_bytes(hosts), self._here, self._slices, hosts, fds)
 
@@ -171,7 +171,8 @@ def connect(
         for nbytes in (segment_bytes(size, CHUNK_BYTES), network_bytes(size, bootstrap.size, window_bytes(hosts)))
     )
     node_bootstrap.close()
-    if not all(bootstrap.allgather_object(segment is not None and windows is not None)):
+    of_ranks = bootstrap.allgather_object((segment is not None and windows is not None, socket.gethostname()))
+    if not all(has_memory for has_memory, _ in of_ranks):
         for one in sockets.values():
             one.close()
         raise ConfigError("a node has too little memory for ALLRED_TRANSPORT=tcp; use ALLRED_TRANSPORT=mpi")
@@ -180,8 +181,8 @@ def connect(
     node = SingleBackend() if memory is None else ShmBackend(local, size, memory)
     of_rank = {rank: index for index, members in enumerate(hosts) for rank in members}
     by_host = {of_rank[rank]: one for rank, one in sockets.items()}
-    names = bootstrap.allgather_object(socket.gethostname())
-    return TcpBackend(bootstrap, hosts, node, segment, windows, by_host, [names[members[0]] for members in hosts])
+    names = [of_ranks[members[0]][1] for members in hosts]
+    return TcpBackend(bootstrap, hosts, node, segment, windows, by_host, names)
 
 
 def _own_memory(nbytes: int) -> mmap.mmap | None:
