@@ -10,9 +10,9 @@ its connection to `allred run`.
 A message is a JSON object. To the agent:
 
     start                 names of processes to start
-    poison, to            a world that this process has to leave, and why: `text`, `rank`, `code`
-    signal, to            the number of a signal to this process; to its whole session if it is SIGKILL
-    to, ...               any other message is passed on to this process
+    poison, to            a world that these processes have to leave, and why: `text`, `rank`, `code`
+    signal, to            the number of a signal to these processes; to their whole sessions if it is SIGKILL
+    to, ...               any other message is passed on to these processes
     alive                 the answer to the heartbeat of that number
 
 From the agent:
@@ -114,18 +114,21 @@ class Agent:
             elif "start" in message:
                 for name in message["start"]:
                     self._start(name)
-            elif (process := self._processes.get(message["to"])) is not None:
-                self._pass_on(process, message)
+            else:
+                self._pass_on(message.pop("to"), message)
 
-    def _pass_on(self, process: AgentProcess, message: Message) -> None:
-        if "signal" in message:
-            return self._signal(process, message["signal"])
-        if process.channel is not None:
-            process.channel.send(message)
-        if "poison" in message:
-            process.poison(message["poison"])
-        elif "stop" in message or "restart" in message:
-            process.poison(NEVER)
+    def _pass_on(self, names: list[str], message: Message) -> None:
+        line = (json.dumps(message) + "\n").encode()
+        for process in [self._processes[name] for name in names if name in self._processes]:
+            if "signal" in message:
+                self._signal(process, message["signal"])
+                continue
+            if process.channel is not None:
+                process.channel.send_bytes(line)
+            if "poison" in message:
+                process.poison(message["poison"])
+            elif "stop" in message or "restart" in message:
+                process.poison(NEVER)
 
     def _signal(self, process: AgentProcess, number: int) -> None:
         """Send a signal to a process. SIGUSR1, the warning of a batch system, is kept until the process handles it."""

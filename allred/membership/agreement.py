@@ -45,6 +45,7 @@ current one are ignored, as are messages of members that are lost or stopped. te
 these claims.
 """
 
+import bisect
 import dataclasses
 
 # Messages to members.
@@ -167,12 +168,14 @@ class WorldCoordinator:
 
     def join(self, member: str, place: int = 0) -> Orders:
         """Add a process. place: joiners with a lower one get lower ranks. Ignored if the process was lost before."""
-        assert member not in (*self.members, *self.spares), f"join: {member} has joined already"
+        is_new = member not in self.members and (place, member) not in self._spares
+        assert is_new, f"join: {member} has joined already"
         if self.end is not None:
             return [(member, self.end)]
         if member in self._dead:
             return []
-        self._spares = tuple(sorted([*self._spares, (place, member)], key=lambda each: each[0]))
+        at = bisect.bisect(self._spares, place, key=lambda each: each[0])
+        self._spares = (*self._spares[:at], (place, member), *self._spares[at:])
         return self._advance()
 
     def lost(self, member: str) -> Orders:
@@ -272,7 +275,7 @@ class WorldCoordinator:
     def _form(self) -> Orders:
         """Form the next world, if all members are ready and enough of them are left."""
         steps = self._steps
-        if len(steps) < len(self.members):
+        if len(steps) < len(self.members) or (not self.generation and len(self._spares) < self.target):
             return []
         if self._is_first and -1 in steps.values():  # without this member nobody has completed a step
             self._has_begun = False

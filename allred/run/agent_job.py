@@ -9,12 +9,14 @@ import dataclasses
 import itertools
 import json
 import math
+import operator
 import os
 import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 
 from allred.errors import AllredError, ConfigError
 from allred.launch.rendezvous_server import Exchanges
@@ -73,8 +75,9 @@ class AgentJob:
         self._slots, self._start_s, self._what_to_start = slots, start_s, (program, environ, listening)
         self.replacements, self._most = replacements, replacements
         self._coordinator = WorldCoordinator(sum(assigned.values()), minimum)
-        self._exchanges, self._generation, self._ranks = Exchanges(), 0, tuple[str, ...]()  # of the last world
+        self._exchanges, self._generation, self._ranks = Exchanges(0), 0, dict[str, int]()  # of the last world
         self._agents, self._processes = dict[str, _AgentLink](), dict[str, _JobProcess]()
+        self._starting: set[str] = set()  # processes that live and have not joined
         self._lost_at: float | None = None  # when the first death since the last world was reported
         self._dead: list[_JobProcess] = []  # since then, members
         self._waits_since = float("inf")  # since when the same members are awaited
@@ -120,9 +123,8 @@ class AgentJob:
         agent.channel, agent.heard_at = link, time.monotonic()
         link.serve(self._loop, lambda messages: self._handle(agent, messages), lambda error: self._lose_agent(agent))
         link.send({"start": [each.name for each in self._processes.values() if each.host == agent.host]})
-        for number, process in itertools.product(self._kept, [*self._processes.values()]):
-            if process.host == agent.host:
-                self._tell(process.name, {"signal": number})
+        for number in self._kept:
+            self._tell([each.name for each in self._processes.values() if each.host == agent.host], {"signal": number})
         self._handle(agent, messages[1:])
 
     def _start(self, host: str) -> None:
@@ -130,15 +132,17 @@ class AgentJob:
         name, channel = str(len(self._processes)), self._agents[host].channel
         if not self._is_over:
             self._processes[name] = _JobProcess(name, host)
+            self._starting.add(name)
             if channel is not None:
                 channel.send({"start": [name]})
 
     def _start_anywhere(self, preferred: str = "") -> None:
         """Start one more process on this host if it has a free slot, else on the host with the most free ones."""
 
+        running = Counter(process.host for process in self._processes.values() if not process.how)
+
         def free(host: str) -> float:
-            running = sum(process.host == host and not process.how for process in self._processes.values())
-            return self._slots.get(host, 0 if self._slots else math.inf) - running
+            return self._slots.get(host, 0 if self._slots else math.inf) - running[host]
 
         if hosts := self._usable_hosts:
             self._start(preferred if preferred in hosts and free(preferred) > 0 else max(reversed(hosts), key=free))
@@ -158,6 +162,7 @@ class AgentJob:
     def _handle_process(self, process: _JobProcess, message: Message) -> None:
         if "pid" in message:
             process.pid, process.has_joined = message["pid"], True
+            self._starting.discard(process.name)
             self._send(self._coordinator.join(process.name, int(process.name)))
             self._leave_removed_hosts()
         elif "line" in message:
@@ -171,14 +176,19 @@ class AgentJob:
         if message["generation"] != self._coordinator.generation or process.name not in self._ranks:
             return
         words = dict(word.partition("=")[::2] for word in message["line"].split())
-        for rank, lines in self._exchanges.handle(self._ranks.index(process.name), words):
-            for line in lines.split("\n"):
-                self._tell(self._ranks[rank], {"line": line, "generation": message["generation"]})
+        for ranks, line in self._exchanges.handle(self._ranks[process.name], words):
+            names = [*self._ranks]
+            self._tell([names[rank] for rank in ranks], {"line": line, "generation": message["generation"]})
 
-    def _tell(self, name: str, message: Message) -> None:
-        channel = self._agents[self._processes[name].host].channel
-        if channel is not None and not self._processes[name].how:
-            channel.send({"to": name, **message})
+    def _tell(self, names: Iterable[str], message: Message) -> None:
+        """Send a message to processes: one to the agent of each host."""
+        of_host: dict[str, list[str]] = {}
+        for name in names:
+            if not self._processes[name].how:
+                of_host.setdefault(self._processes[name].host, []).append(name)
+        for host, there in of_host.items():
+            if (channel := self._agents[host].channel) is not None:
+                channel.send({"to": there, **message})
 
     def _lose_agent(self, agent: _AgentLink) -> None:
         """The connection of an agent has ended. Its processes end with it."""
@@ -196,11 +206,13 @@ class AgentJob:
     def _lose(self, process: _JobProcess, how: str, code: int) -> None:
         """A process has died."""
         process.how, process.code = how, code
+        self._starting.discard(process.name)
         if not self._is_terminated and (self._last_end is None or process.name in self._ranks):
             self._last_end = process
         members = self._coordinator.members
-        left = len({*members, *self._coordinator.spares} - {process.name})
-        if code and process.has_joined and self.replacements and not self._is_over and left < self._coordinator.target:
+        is_replaced = code and process.has_joined and self.replacements and not self._is_over
+        left = len({*members, *self._coordinator.spares} - {process.name}) if is_replaced else 0
+        if is_replaced and left < self._coordinator.target:
             self.replacements, self._pending = self.replacements - 1, self._pending + 1
             self._after(timings.RESTART_DELAY_S, lambda: self._replace(process.host))
         if process.name not in members or code:
@@ -230,25 +242,28 @@ class AgentJob:
 
     def _send(self, orders: Orders) -> None:
         """Send the orders of the coordinator."""
-        for name, order in orders:
+        for order, group in itertools.groupby(orders, key=operator.itemgetter(1)):
+            names = [name for name, _ in group]
             if isinstance(order, Form):
                 if order.generation != self._generation:
                     self._begin_world(order)
-                self._tell(name, {"form": dataclasses.asdict(order)})
+                self._tell(names, {"form": vars(order)})
             elif isinstance(order, Poison):
-                self._tell(name, {"poison": order.generation, **self._cause()})
+                self._tell(names, {"poison": order.generation, **self._cause()})
             elif isinstance(order, Stop):
-                self._processes[name].is_leaving = True
-                if self._coordinator.end is None or name not in self._ranks:  # else it is about to end by itself
-                    self._tell(name, {"stop": order.reason})
+                for name in names:
+                    self._processes[name].is_leaving = True
+                is_over = self._coordinator.end is not None  # then members are about to end by themselves
+                self._tell([name for name in names if not (is_over and name in self._ranks)], {"stop": order.reason})
             else:
-                self._tell(name, {"restart": order.reason})
+                self._tell(names, {"restart": order.reason})
         self._waits_since = time.monotonic() if orders else self._waits_since
         self._look()
 
     def _begin_world(self, form: Form) -> None:
-        self._exchanges, self._generation, self._ranks = Exchanges(), form.generation, form.members
-        for rank, name in enumerate(form.members):
+        self._exchanges, self._generation = Exchanges(len(form.members)), form.generation
+        self._ranks = {name: rank for rank, name in enumerate(form.members)}
+        for name, rank in self._ranks.items():
             self._processes[name].world_rank = rank
 
     def _cause(self) -> Message:
@@ -280,9 +295,8 @@ class AgentJob:
     @property
     def _is_stuck(self) -> bool:
         """Whether no world can be formed: too few processes are left, and none may join."""
-        may_join = any(not process.how and not process.has_joined for process in self._processes.values())
         is_short = self._coordinator.phase == "gathering" and self._coordinator.missing() > 0
-        return is_short and not (may_join or self._pending or self._has_success)
+        return is_short and not (self._starting or self._pending or self._has_success)
 
     @property
     def _has_success(self) -> bool:
@@ -330,7 +344,7 @@ class AgentJob:
             process = self._processes[name]
             who = f"rank {process.world_rank} on {process.host} is killed"
             self._say(f"{who}: it {late[name]}, and has not done so for {self._limit_s:g} s (ALLRED_TIMEOUT_S)")
-            self._tell(name, {"signal": signal.SIGKILL})
+            self._tell([name], {"signal": signal.SIGKILL})
         self._waits_since = time.monotonic()
 
     def _check_start(self, agent: _AgentLink) -> None:
@@ -359,8 +373,10 @@ class AgentJob:
 
     def _leave_removed_hosts(self) -> None:
         """Let the processes of removed hosts leave, if others are there which can receive the state."""
+        if not self._slots or self._agents.keys() <= self._slots.keys():
+            return
         living = [process for process in self._processes.values() if process.has_joined and not process.how]
-        removed = [process for process in living if self._slots and process.host not in self._slots]
+        removed = [process for process in living if process.host not in self._slots]
         if len(removed) < len(living):
             for process in removed:
                 self._send(self._coordinator.leave(process.name))
@@ -388,8 +404,7 @@ class AgentJob:
         """Send a signal to all processes; on hosts whose agents have not connected yet, as soon as they have."""
         if any(not agent.heard_at for agent in self._agents.values()):
             self._kept.append(number)
-        for process in self._processes.values():
-            self._tell(process.name, {"signal": number})
+        self._tell(self._processes, {"signal": number})
 
     def request_stop(self, reason: str) -> bool:
         """Sessions receive the signal itself."""

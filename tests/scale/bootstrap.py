@@ -70,18 +70,46 @@ def values_of(rank: int, ranks: int, size: int) -> list[bytes]:
     ]
 
 
-class Task(TaskConnection):
-    """A task: the rendezvous, then its exchanges one after the other. It is over at `is_done`."""
+class Exchanging(TaskConnection):
+    """A task that makes the exchanges of init(), one after the other. values: what it has not given yet."""
 
     own_host = ""
+    is_done = False
+
+    def begin_next(self) -> None:
+        """Begin the next exchange. values: what this task gives."""
+        if not self.values:
+            self.is_done = True
+            return
+        self.given = self.values.pop(0)
+        self.key = self.begin(self.members, self.given, "0 ")
+
+    def take_line(self, line: str) -> None:
+        """Handle a line of the other end; begin the next exchange after the last line of one."""
+        if self.rank % DECODES == 0:
+            self._handle(line)
+        elif line[:100].partition(" left=")[2].startswith("0 "):
+            self._values[self.key] = []
+        if self._values[self.key] is None:
+            return
+        found = self.take(self.key)
+        if self.rank % DECODES == 0:
+            assert len(found) == self.size
+            assert found[self.rank] == self.given, "another value than this task has given"
+        self.begin_next()
+
+    def _receive(self, timeout_s: float) -> None: ...
+
+
+class Task(Exchanging):
+    """A task: the rendezvous, then its exchanges. It is over at `is_done`."""
 
     def __init__(self, drivers: "Driver", rank: int, size: int) -> None:
         super().__init__(limit_s=60.0)
-        self.driver, self.rank, self.size = drivers, rank, size
+        self.driver, self.rank, self.size, self.members = drivers, rank, size, drivers.members
         self.hello = drivers.hello(rank)
         self.received = self.sent = self.lines_received = self.lines_sent = self.attempts = 0
-        self.values, self.gone_at, self.is_done = drivers.values(rank), 0.0, False
-        self.text, self.key, self.given = b"", "", b""
+        self.values, self.gone_at, self.text = drivers.values(rank), 0.0, b""
         self.lifeline = self.connect(self.hello, self.wait_for_go)
         self.pmi: Channel | None = None
 
@@ -149,32 +177,21 @@ class Task(TaskConnection):
     def _send(self, line: str) -> None:
         self.send(self.pmi, line)
 
-    def _receive(self, timeout_s: float) -> None: ...
-
     def exchange(self) -> None:
-        """Handle what arrives on the second connection; at the end of an exchange, begin the next one."""
+        """Handle what arrives on the second connection."""
         data = self.pmi.connection.recv(1 << 20)
         assert data, "the rendezvous process has closed the connection"
         self.received += len(data)
         self.lines_received += data.count(b"\n")
         self.text += data
-        if not self.text.endswith(b"\n"):
+        if b"\n" not in data:
             return
-        *_, last = self.text.split(b"\n")[:-1]
-        if b" left=" in last and b" left=0 " not in last:
-            return
-        if self.key and self.rank % DECODES == 0:
-            for line in self.text.decode().splitlines():
-                self._handle(line)
-            found = self.take(self.key)
-            assert len(found) == self.size
-            assert found[self.rank] == self.given, "another value than this task has given"
-        self.text = b""
-        if not self.values:
-            self.is_done = True
-            return
-        self.given = self.values.pop(0)
-        self.key = self.begin(self.driver.members, self.given, "0 ")
+        *lines, self.text = self.text.split(b"\n")
+        for line in lines:
+            if line == b'{"connected": true}':
+                self.begin_next()
+            else:
+                self.take_line(line.decode())
 
 
 class Driver:
