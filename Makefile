@@ -43,7 +43,7 @@ demo-torch: $(VENV_mpich)/.torch ## the same with PyTorch and a hooked optimizer
 test: test-unit test-parallel test-integration ## all default tiers
 
 test-unit: $(VENV_mpich)/.test ## one process, no MPI
-	$(VENV_mpich)/bin/python -m pytest -n 3 tests/unit tests/fuzz $(T)
+	$(VENV_mpich)/bin/python -m pytest -n 3 tests/unit tests/fuzz tests/scale $(T)
 	$(VENV_mpich)/bin/python -m pytest -n 2 --hypothesis-seed=$(or $(shell git rev-list --count HEAD 2> /dev/null),0) tests/model $(T) \
 	  || test $$? = 5  # 5: no test of T is here. Another seed for each commit
 

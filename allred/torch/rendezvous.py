@@ -7,6 +7,7 @@ no launcher      one rank
 """
 
 import datetime
+import json
 import os
 import secrets
 import socket
@@ -112,19 +113,23 @@ def _check_rank_and_size(rank: int, size: int) -> None:
 
 
 def _join_tasks(store: Any, rank: int, size: int) -> None:
-    """Exchange addresses and a secret through the store, and join the other ranks."""
+    """Exchange addresses and a secret through the store, and join the other ranks. A rank makes few requests; the last
+    one finds whether all are on one node, and the first one collects the addresses."""
     prefix = f"allred/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"  # torchrun keeps its store at a restart
-
-    def exchange(name: str, text: str) -> list[str]:
-        store.set(f"{prefix}/{name}/{rank}", text)
-        return [store.get(f"{prefix}/{name}/{other}").decode() for other in range(size)]
-
-    one_node = len(set(exchange("node", shared_memory_domain()))) == 1
-    listener, address = open_listener(one_node, os.environ.get("MASTER_ADDR", socket.gethostname()))
-    addresses = {f"rank {other}": where for other, where in enumerate(exchange("address", address))}
+    node = shared_memory_domain()
     if rank == 0:
-        store.set(f"{prefix}/secret", secrets.token_hex(32))
-    secret = store.get(f"{prefix}/secret").decode()
+        store.set(f"{prefix}/node", node)
+    store.add(f"{prefix}/elsewhere", int(store.get(f"{prefix}/node").decode() != node))
+    if store.add(f"{prefix}/counted", 1) == size:
+        store.set(f"{prefix}/nodes", "several" if store.add(f"{prefix}/elsewhere", 0) else "one")
+    one_node = store.get(f"{prefix}/nodes") == b"one"
+    listener, address = open_listener(one_node, os.environ.get("MASTER_ADDR", socket.gethostname()))
+    store.set(f"{prefix}/address/{rank}", address)
+    if rank == 0:
+        found = [store.get(f"{prefix}/address/{other}").decode() for other in range(size)]
+        store.set(f"{prefix}/job", json.dumps([secrets.token_hex(32), *found]))
+    secret, *every = json.loads(store.get(f"{prefix}/job"))
+    addresses = {f"rank {other}": where for other, where in enumerate(every)}
     cluster = Cluster(tasks=tuple(addresses))
     enter_rendezvous(addresses, f"rank {rank}", secret, cluster, listener, mode="sync")
 

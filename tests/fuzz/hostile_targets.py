@@ -393,8 +393,11 @@ def _connection(joined: rendezvous_client.Joined):
 
 
 def _waiting_seeds() -> list[bytes]:
-    sent = [{"missing": ["a (b:1)"]}, {"notice": "text"}, {"refused": "text"}, {"go": True}]
-    return [("\n".join(map(json.dumps, each)) + "\n").encode() for each in (sent[:2], sent[2:3], sent[:2] + sent[3:])]
+    sent = [{"missing": ["a (b:1)"]}, {"notice": "text"}, {"refused": "text"}, {"go": True}, {"differs": True}]
+    return [
+        ("\n".join(map(json.dumps, each)) + "\n").encode()
+        for each in (sent[:2], sent[2:3], sent[:2] + sent[3:4], sent[4:])
+    ]
 
 
 @_target(_waiting_seeds, AllredError)
@@ -403,6 +406,8 @@ def waiting(data: bytes) -> None:
     ours, theirs = socket.socketpair()
 
     class Connector:
+        addresses = ADDRESSES
+
         def connect(self, where, **hello):
             return Channel(ours)
 

@@ -2,6 +2,7 @@
 and many connections that do not prove anything. `make fuzz-input T=1800` runs longer."""
 
 import contextlib
+import hashlib
 import json
 import os
 import socket
@@ -54,12 +55,18 @@ def test_a_fixed_seed():
 
 
 DEEP = b"[" * 4000
+TASK_KEY = hashlib.blake2b(b"0-2 title", digest_size=8).hexdigest().encode()  # of the exchange of the target "task"
 FAILED_ONCE = [
     ("task", b"\n"),
     ("task", b"cmd=missing\n"),
-    ("task", b"cmd=allgathered key=0a6af93898637f8e.1\n"),
-    ("task", b"cmd=allgathered key=0a6af93898637f8e.1 value=A\n"),
-    ("task", b"cmd=allgathered key=0a6af93898637f8e.1 value=\n" * 4),  # it waited forever
+    *(
+        ("task", b"cmd=allgathered key=%s.1 %s\n" % (TASK_KEY, words))
+        for words in (b"", b"left=0", b"left=1 values=A", b"left=0 values=A", b"left=0 values=", b"left=0 values=eJw=")
+    ),
+    ("task", b"cmd=allgathered key=%s.1 left=1 values=\n" % TASK_KEY * 4),
+    ("rendezvous", b'{"task": "/job:ps/task:0", "addresses": 1}\n'),
+    ("rendezvous", b'{"task": "/job:ps/task:0", "digest": [], "addresses": {"a": [[]]}}\n'),
+    ("pmi", b"cmd=allgather key=k ranks=0-99999999999999 value=\n"),
     ("waiting", b'{"missing": [{}]}\n'),
     ("waiting", b'{"missing": 1}\n'),
     ("rendezvous", b'{"rank": Infinity}\n'),

@@ -3,6 +3,7 @@
 import collections
 import datetime
 import gc
+import threading
 import time
 import weakref
 
@@ -222,3 +223,44 @@ def test_rank_and_size_without_a_launcher_are_left_to_torch(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     assert rendezvous.env_rendezvous("env://?rank=1&world_size=2") is None
+
+
+class CountingStore:
+    """A store that counts its requests."""
+
+    def __init__(self, store):
+        self._store, self.requests = store, collections.Counter()
+
+    def __getattr__(self, name):
+        self.requests[name] += 1
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_ranks_of_torchrun_make_few_requests_to_its_store(nodes, monkeypatch):
+    size, local = 8, threading.local()
+    entered = [None] * size
+    store = CountingStore(dist.HashStore())
+    monkeypatch.setattr(rendezvous, "shared_memory_domain", lambda: f"node {local.rank % nodes}")
+    monkeypatch.setattr(
+        rendezvous, "open_listener", lambda one_node, host: (None, f"{'127.0.0.1' if one_node else host}:{local.rank}")
+    )
+    monkeypatch.setattr(
+        rendezvous, "enter_rendezvous", lambda *arguments, mode: entered.__setitem__(local.rank, arguments)
+    )
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+
+    def join(rank):
+        local.rank = rank
+        rendezvous._join_tasks(store, rank, size)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    host = "127.0.0.1" if nodes == 1 else "10.0.0.1"
+    assert [arguments[1] for arguments in entered] == [f"rank {rank}" for rank in range(size)]
+    assert all(arguments[0] == {f"rank {rank}": f"{host}:{rank}" for rank in range(size)} for arguments in entered)
+    assert len({arguments[2] for arguments in entered}) == 1
+    assert store.requests.total() == size * 6 + size + 4, store.requests

@@ -7,7 +7,7 @@ import pytest
 from allred.comm import create as created
 from allred.comm.bootstrap import SingleBootstrap
 from allred.comm.create import add_devices, create
-from allred.comm.select import TransportFacts, memory_nodes, plan
+from allred.comm.select import MOST_NODES, TransportFacts, memory_nodes, plan
 from allred.config import Config
 from allred.errors import ConfigError
 from allred.gpu.streams import NO_GPUS, VisibleGpus
@@ -86,6 +86,16 @@ def test_host_arrays(facts, settings, chosen, reason):
     assert ("+".join(filter(None, (choice.within, choice.between))), "; ".join(choice.reasons)) == (chosen, reason)
     names = {"shm+tcp": "tcp", "single+tcp": "tcp", "shm+mpi": "shm_mpi", "mpi+mpi": "mpi"}
     assert choice.backend == names.get(chosen, chosen)
+
+
+def test_more_nodes_than_transport_tcp_has():
+    facts = [TransportFacts(node, has_mpi=False) for node in range(MOST_NODES + 1)]
+    assert plan(facts[1:], Config()).between == "tcp"
+    text = f"{MOST_NODES + 1} nodes, but transport tcp is for at most {MOST_NODES}"
+    with pytest.raises(ConfigError, match=f"needs MPI: MPI between nodes: {text}"):
+        plan(facts, Config())
+    with pytest.raises(ConfigError, match=f"ALLRED_TRANSPORT=tcp: there are {text}"):
+        plan(facts, Config(transport="tcp"))
 
 
 @pytest.mark.parametrize(
