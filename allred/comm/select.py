@@ -69,9 +69,7 @@ def plan(facts: Sequence[TransportFacts], config: Config) -> Choice:
     between, network = _between(facts, config, lacking)
     within, why = _within(facts, wanted, between, lacking)
     if not has_mpi and "mpi" in (within, between):
-        raise ConfigError(
-            f"this needs MPI: {network or why}; start the ranks with mpirun, or set ALLRED_BACKEND=mpi"
-        )
+        raise ConfigError(f"this needs MPI: {network or why}; start the ranks with mpirun, or set ALLRED_BACKEND=mpi")
     host = Choice(within, between, "", ())
     device, how = _device(facts, config, host)
     return dataclasses.replace(host, device=device, reasons=tuple(filter(None, (why, network, how))))

@@ -11,7 +11,7 @@ from allred.comm.backends import connections
 from allred.comm.bootstrap import SingleBootstrap
 from allred.errors import ConfigError
 
-SECRET, TOKEN = "secret", "token"
+SECRET, PURPOSE = "secret", "rank 0"
 
 
 @pytest.fixture
@@ -21,11 +21,11 @@ def listener():
 
 
 def accept(listener, expected=(1,)):
-    return connections._Acceptor([listener], SECRET, TOKEN, set(expected))
+    return connections._Acceptor([listener], SECRET, PURPOSE, set(expected))
 
 
-def connect(listener, secret=SECRET, token=TOKEN, rank=1, before=()):
-    return connections._connect_to_first([*before, listener.getsockname()], secret, token, rank)
+def connect(listener, secret=SECRET, purpose=PURPOSE, rank=1, before=()):
+    return connections._connect_to_first([*before, listener.getsockname()], secret, purpose, rank)
 
 
 def test_both_ends_prove_that_they_know_the_secret(listener):
@@ -42,7 +42,7 @@ def test_both_ends_prove_that_they_know_the_secret(listener):
     ("wrong", "said"),
     [
         ({"secret": "guess"}, "it did not prove that it belongs to this job"),
-        ({"token": "of another rank"}, "it did not prove that it belongs to this job"),
+        ({"purpose": "rank 1"}, "it did not prove that it belongs to this job"),
         ({"rank": 2}, "the peer has closed the connection"),
     ],
 )
@@ -76,7 +76,7 @@ def test_the_first_address_that_answers_is_taken(listener):
 def test_what_each_address_said_is_reported(listener):
     listener.close()
     closed = ("127.0.0.1", *reserved_ports(1))
-    said = connections._connect_to_first([closed], SECRET, TOKEN, 1)
+    said = connections._connect_to_first([closed], SECRET, PURPOSE, 1)
     assert said == f"127.0.0.1 port {closed[1]}: [Errno 111] Connection refused"
 
 

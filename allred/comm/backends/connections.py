@@ -1,8 +1,8 @@
 """TCP connections between the ranks of several hosts.
 
-    1  every rank that connects listens on its addresses; all ranks exchange the addresses, a token and a shared secret
+    1  every rank that connects listens on its addresses; all ranks exchange the addresses and a shared secret
     2  a rank connects to each peer of a lower host: to the first address of the peer that answers as an authenticated
-       channel (runtime/channel.py). The token is its purpose, so the listener of another rank refuses the connection
+       channel (runtime/channel.py). Its purpose is the number of the peer, so the listener of another rank refuses it
     3  it sends its rank, and the listener accepts each expected rank once, which ends the search for an address
 
 From then on the connection carries plain bytes. Data is not encrypted.
@@ -90,7 +90,7 @@ def connect(
     index = group.index(rank) if group else 0
     lower, higher = group[:index], group[index + 1 :]
     listeners: list[socket.socket] = []
-    problem, token = "", secrets.token_hex(16)
+    problem = ""
     try:
         if group:
             if lacks := open_files.allow(len(group) + _OTHER_FILES):
@@ -100,21 +100,21 @@ def connect(
         problem = f"rank {rank} on {socket.gethostname()}: {error}"
     secret = bootstrap.broadcast_object(secrets.token_hex(32))
     here = [listener.getsockname()[:2] for listener in listeners]
-    others = bootstrap.allgather_object((problem, here, token, socket.gethostname()))
+    others = bootstrap.allgather_object((problem, here, socket.gethostname()))
     problem = next((text for text, *_ in others if text), "")
     sockets: dict[int, socket.socket] = {}
     if not problem:
         accepted = None
         try:
-            accepted = _Acceptor(listeners, secret, token, set(higher))
+            accepted = _Acceptor(listeners, secret, _purpose(rank), set(higher))
         except (OSError, RuntimeError) as error:  # too many open files or threads
             problem = f"rank {rank} on {socket.gethostname()} cannot accept connections: {error}"
         finish = (lambda limit_s: {}) if accepted is None else accepted.finish
         with contextlib.ExitStack() as on_error:  # another rank of an elastic job has died
             on_error.callback(lambda: _close([*finish(0.0).values(), *sockets.values()]))
             for peer in [] if problem else lower:
-                _, there, peer_token, host = others[peer]
-                found = _connect_to_first(there, secret, peer_token, rank)
+                _, there, host = others[peer]
+                found = _connect_to_first(there, secret, _purpose(peer), rank)
                 if isinstance(found, str):
                     problem = f"rank {rank} on {socket.gethostname()} cannot connect to rank {peer} on {host}: {found}"
                     break
@@ -139,6 +139,10 @@ def connect(
     return ({}, problem) if problem else (sockets, "")
 
 
+def _purpose(rank: int) -> str:
+    return f"rank {rank}"
+
+
 def _close(connections: list[socket.socket]) -> None:
     for each in connections:
         each.close()
@@ -156,13 +160,13 @@ def _listen(addresses: list[str], backlog: int) -> list[socket.socket]:
     return listeners
 
 
-def _connect_to_first(there: list[tuple[str, int]], secret: str, token: str, rank: int) -> socket.socket | str:
-    """Return a connection to the first address at which the rank with that token accepts this one; or what each address
-    said."""
+def _connect_to_first(there: list[tuple[str, int]], secret: str, purpose: str, rank: int) -> socket.socket | str:
+    """Return a connection to the first address at which the rank with this purpose accepts this one; or what each
+    address said."""
     said = []
     for address, port in there:
         try:
-            found = channel.connect((address, port), token, secret)
+            found = channel.connect((address, port), purpose, secret)
         except HandshakeError:
             said.append(f"{address} port {port}: it did not prove that it belongs to this job")
             continue
@@ -182,11 +186,11 @@ def _connect_to_first(there: list[tuple[str, int]], secret: str, token: str, ran
 class _Acceptor:
     """Accepts the connections of other ranks, in a thread, while this rank connects to others."""
 
-    def __init__(self, listeners: list[socket.socket], secret: str, token: str, expected: set[int]) -> None:
+    def __init__(self, listeners: list[socket.socket], secret: str, purpose: str, expected: set[int]) -> None:
         self._loop, self._expected = Loop(), expected
         self._found: dict[int, socket.socket] = {}
         self._is_over = not expected
-        self._listeners = [Listener(self._loop, each, token, secret, self._admit) for each in listeners]
+        self._listeners = [Listener(self._loop, each, purpose, secret, self._admit) for each in listeners]
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 

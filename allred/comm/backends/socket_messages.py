@@ -340,7 +340,7 @@ class SocketMessages(Messages):
     def __init__(self, sockets: MessageSockets, bootstrap: Bootstrap, ranks: list[int]) -> None:
         super().__init__(bootstrap.rank, bootstrap.size)
         self._sockets, self._ranks = sockets, ranks
-        self._number = int.from_bytes(bootstrap.allgather(secrets.token_bytes(8))[0], "little")
+        self._number = bootstrap.broadcast_object(secrets.randbits(64))
 
     def send(self, data: Array, peer: int, tag: int, synchronous: bool = False) -> _SocketSend:
         send = _SocketSend(self._sockets, self._ranks[peer], data)
