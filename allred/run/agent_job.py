@@ -435,10 +435,10 @@ class AgentJob:
 
     def has_ended(self) -> bool:
         """Return whether all processes have ended, and the agents. Call it whenever something has happened."""
+        if any(not each.how for each in self._processes.values()):
+            return False
         agents = [each for each in self._agents.values() if each.popen.poll() is None]
         if agents and not self._is_over and self._pending:
-            return False
-        if any(not each.how for each in self._processes.values()):
             return False
         for agent in self._agents.values():
             if agent.channel is not None:
