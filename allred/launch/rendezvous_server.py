@@ -435,9 +435,10 @@ class Exchanges:
         if words.get("cmd") == "missing":
             left = (each for each in self._members.get(key, ()) if each not in self._values[key])
             return [([rank], f"cmd=missing key={key} ranks={','.join(map(str, itertools.islice(left, _NAMED)))}")]
-        members = self._members.setdefault(key, members_of(words.get("ranks", ""), self._size))
+        members = self._members.get(key) or members_of(words.get("ranks", ""), self._size)
         if rank not in members:
             raise ValueError(f"rank {rank} is not one of {words.get('ranks', '')[:100]}")
+        self._members[key] = members
         values = self._values.setdefault(key, {})
         values[rank] = words.get("value", "")
         if len(values) < len(members):

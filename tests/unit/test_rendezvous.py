@@ -22,6 +22,7 @@ from allred.launch.rendezvous_server import (
     Pmi,
     RendezvousState,
     decode_values,
+    digest,
     mapping,
     members_of,
     members_text,
@@ -60,6 +61,9 @@ def test_values_go_to_all_members_once_all_have_sent_theirs():
         with pytest.raises(ValueError, match=r"."):
             decode_values(wrong, 3)
     assert pmi.handle(0, "cmd=missing key=k") == [([0], "cmd=missing key=k ranks=")], "complete, but not received yet"
+    with pytest.raises(ValueError, match="rank 3 is not one of 0-2"):
+        pmi.handle(3, "cmd=allgather key=l ranks=0-2 value=")
+    assert pmi.handle(0, "cmd=missing key=l") == [([0], "cmd=missing key=l ranks=")], "nobody has begun it"
 
 
 def test_large_values_are_sent_in_several_lines():
@@ -295,6 +299,17 @@ def test_strangers_do_not_end_the_meeting():
 
 def next_message(lines):
     return lines.receive_one(time.monotonic() + 60)
+
+
+def test_a_task_with_other_addresses_sends_them_and_is_refused():
+    theirs = {**ADDRESSES, W1: "d:1"}
+    connector = rendezvous_client.Connector(theirs, W0, "s")
+    words = {"task": W0, "digest": digest(theirs), "node": "n", "host": "h", "pid": 7, "user": 1}
+    waiting = rendezvous_client._Waiting(W0, 60.0, PS)
+    with meeting_place() as address:
+        assert rendezvous_client._wait(connector, [address], words, waiting) is None, "it has to connect again"
+        with pytest.raises(ConfigError, match=f"another cluster than {PS}: there {W1} is d:1, here it is c:1"):
+            rendezvous_client._wait(connector, [address], words, waiting)
 
 
 def test_a_task_restarted_while_its_job_runs_waits_for_its_end():
