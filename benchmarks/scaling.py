@@ -8,7 +8,7 @@ and takes 15 minutes.
 Each host is a network namespace. Their links have a rate and a latency (link_emulator.c); MPI and the watchers use
 others. Ranks and emulator run with real-time priority, because the machine is used by others; the times are medians.
 
-message_s is measured for each layout, because all hosts share the cores of this machine: by allreduces of 4 B on links
+overhead_s is measured for each layout, because all hosts share the cores of this machine: by allreduces of 4 B on links
 of 10 Gbit/s and 1 ms, in which ranks sleep while they wait; the shorter of two
 medians. The other constants are those of the links, or defaults.
 """
@@ -35,7 +35,7 @@ LAYOUTS = [(2, 1), (3, 1), (4, 1), (6, 1), (8, 1), (4, 2)]  # hosts, ranks of ea
 RATES, LATENCIES = [50, 100, 250], [500, 2000, 10_000]  # Mbit/s, us
 SIZES = [4, 2**14, 2**16, 2**18, 2**20, 2**22]
 PACKET_BYTES, SECONDS, GOAL = 9000, 3, 0.15
-EMPTY = 10_000, 1000  # the link for message_s
+EMPTY = 10_000, 1000  # the link for overhead_s
 BEGIN, END = "<!-- measured: benchmarks/scaling.py -->\n", "<!-- end of measured -->"
 
 
@@ -79,11 +79,11 @@ def measure(layouts, rates, latencies):
             with hosts(layout[0], pathlib.Path(directory)) as here:
                 empty = min(measure_links(here, emulator, layout, *EMPTY, [4])[4][1] for _ in range(2))
                 messages = costs.header_messages(layout[0])
-                message_s = (empty - costs.Machine.python_s - 1e-6 * EMPTY[1] * len(messages)) / sum(messages)
+                overhead_s = (empty - costs.Machine.python_s - 1e-6 * EMPTY[1] * len(messages)) / sum(messages)
                 for rate in rates:
                     for latency in latencies:
                         times = measure_links(here, emulator, layout, rate, latency, SIZES)
-                        row = {"layout": layout, "rate": rate, "latency": latency, "message_s": message_s}
+                        row = {"layout": layout, "rate": rate, "latency": latency, "overhead_s": overhead_s}
                         rows.append({**row, "times": times})
                         print(*names(rows[-1]), *cells(rows[-1]), sep="  ", flush=True)
     return rows
@@ -92,11 +92,11 @@ def measure(layouts, rates, latencies):
 def modelled(row):
     """Return {bytes: seconds} of the model, for the algorithm that allred uses."""
     machine = costs.Machine(
-        row["latency"] * 1e-6, row["rate"] * 1e6 / 8, message_s=row["message_s"], packet_bytes=PACKET_BYTES
+        row["latency"] * 1e-6, row["rate"] * 1e6 / 8, overhead_s=row["overhead_s"], packet_bytes=PACKET_BYTES
     )
     found = {}
     for nbytes in map(int, row["times"]):
-        cost = costs.ALGORITHMS[costs.used(*row["layout"], nbytes)]
+        cost = costs.ALGORITHMS[costs.algorithm_used(*row["layout"], nbytes)]
         found[nbytes] = cost(*row["layout"], nbytes, machine).total_s
     return found
 
@@ -121,7 +121,7 @@ def table(rows):
     titles = ["hosts x ranks", "link", "latency", "message"]
     titles += [size_name(nbytes) for nbytes in SIZES]
     lines = [titles, ["---"] * len(titles)]
-    lines += [[*names(row), f"{1e6 * row['message_s']:.0f} us", *cells(row)] for row in rows]
+    lines += [[*names(row), f"{1e6 * row['overhead_s']:.0f} us", *cells(row)] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 

@@ -14,14 +14,14 @@ static allred_network *network_of(const allred_operation *op) { return op->segme
 static int all_ranks(const allred_network *network) { return network->first_rank[network->hosts]; }
 
 /*
- * ---- the board: for each of two operations, headers, then the sum. Headers are runs, in the order of the hosts: of
- * consecutive ranks with equal headers there is one. So an operation of many ranks exchanges few bytes.
+ * ---- the board: for each of two operations, headers, then the sum. Consecutive ranks, in the order of the hosts,
+ * whose headers are equal have one of them together, a run. So the bytes do not grow with the ranks if headers agree.
  */
 
 typedef struct {
   uint64_t ranks;
   allred_header header;
-} run;
+} header_run;
 
 typedef struct {
   uint64_t count; /* of runs, which follow: at most one for each rank */
@@ -29,34 +29,35 @@ typedef struct {
 } board_head;
 
 static size_t board_bytes(int ranks) {
-  return sizeof(board_head) + allred_round_up((size_t)ranks * sizeof(run), ALLRED_LINE) + ALLRED_SMALL_BYTES;
+  return sizeof(board_head) + allred_round_up((size_t)ranks * sizeof(header_run), ALLRED_LINE) + ALLRED_SMALL_BYTES;
 }
 
 static board_head *board(const allred_network *network, uint64_t operation) {
   return (board_head *)(void *)(network->memory + (operation & 1) * board_bytes(all_ranks(network)));
 }
 
-static run *board_runs(const allred_network *network, uint64_t operation) {
-  return (run *)(void *)(board(network, operation) + 1);
+static header_run *board_runs(const allred_network *network, uint64_t operation) {
+  return (header_run *)(void *)(board(network, operation) + 1);
 }
 
 static char *board_sum(const allred_network *network, uint64_t operation) {
   return (char *)board(network, operation) + board_bytes(all_ranks(network)) - ALLRED_SMALL_BYTES;
 }
 
-static void append_run(const allred_network *network, uint64_t operation, const run *next) {
+static void append_run(const allred_network *network, uint64_t operation, const header_run *next) {
   board_head *head = board(network, operation);
-  run *runs = board_runs(network, operation);
+  header_run *runs = board_runs(network, operation);
   if (head->count && memcmp(&runs[head->count - 1].header, &next->header, sizeof next->header) == 0)
     runs[head->count - 1].ranks += next->ranks;
   else
     runs[head->count++] = *next;
 }
 
-static const allred_header *header_run(const allred_segment *segment, uint64_t operation, int index, uint64_t *ranks) {
+static const allred_header *get_header_run(const allred_segment *segment, uint64_t operation, int index,
+                                           uint64_t *ranks) {
   const allred_network *network = segment->network;
   if ((uint64_t)index == board(network, operation)->count) return NULL;
-  const run *found = board_runs(network, operation) + index;
+  const header_run *found = board_runs(network, operation) + index;
   *ranks = found->ranks;
   return &found->header;
 }
@@ -75,7 +76,7 @@ static uint64_t ranks_in_message(const allred_network *network, int host) {
 }
 
 size_t allred_message_bytes(const allred_network *network) {
-  return allred_round_up(sizeof(message_head) + (size_t)all_ranks(network) * sizeof(run) + ALLRED_SMALL_BYTES,
+  return allred_round_up(sizeof(message_head) + (size_t)all_ranks(network) * sizeof(header_run) + ALLRED_SMALL_BYTES,
                          ALLRED_LINE);
 }
 
@@ -98,19 +99,21 @@ static const char *data_of(const char *message) { return message + sizeof(messag
 /* Whether a peer's message fits. */
 static int fits(const allred_network *network, int host, const char *message) {
   const message_head head = head_of(message);
-  return head.headers % sizeof(run) == 0 && head.headers / sizeof(run) <= ranks_in_message(network, host) &&
-         head.data <= ALLRED_SMALL_BYTES;
+  return head.headers % sizeof(header_run) == 0 &&
+         head.headers / sizeof(header_run) <= ranks_in_message(network, host) && head.data <= ALLRED_SMALL_BYTES;
 }
 
 /* Whether a message has the headers of all its ranks. */
 static int is_valid(const allred_network *network, int host, const char *message) {
+  const uint64_t expected = ranks_in_message(network, host);
   uint64_t ranks = 0;
-  run next;
+  header_run next;
   for (size_t at = sizeof(message_head); at < sizeof(message_head) + head_of(message).headers; at += sizeof next) {
     memcpy(&next, message + at, sizeof next);
+    if (!next.ranks || next.ranks > expected - ranks) return 0;
     ranks += next.ranks;
   }
-  return ranks == ranks_in_message(network, host);
+  return ranks == expected;
 }
 
 static size_t sum_bytes(const allred_operation *op) {
@@ -124,7 +127,7 @@ static void write_own(allred_operation *op) {
   const void *sources[ALLRED_MAX_RANKS];
   board(network, op->number)->count = 0;
   for (int rank = 0; rank < op->segment->ranks; rank++) {
-    const run one = {1, *allred_segment_header(op->segment, rank, op->number)};
+    const header_run one = {1, *allred_segment_header(op->segment, rank, op->number)};
     append_run(network, op->number, &one);
     sources[rank] = allred_operation_chunk(op, rank);
   }
@@ -139,7 +142,7 @@ static void write_own(allred_operation *op) {
 /* Write the message of a round: what the board has. */
 static void write_message(allred_operation *op) {
   allred_network *network = network_of(op);
-  const message_head head = {board(network, op->number)->count * sizeof(run), sum_bytes(op)};
+  const message_head head = {board(network, op->number)->count * sizeof(header_run), sum_bytes(op)};
   char *at = network->message;
   memcpy(at, &head, sizeof head), at += sizeof head;
   memcpy(at, board_runs(network, op->number), head.headers);
@@ -188,7 +191,7 @@ static void read_messages(allred_operation *op, allred_message_round peers) {
   board(network, op->number)->count = 0;
   for (int place = 0; place < peers.count; place++) {
     const char *message = peers.hosts[place] == network->host ? network->message : received(network, place);
-    run next;
+    header_run next;
     for (const char *at = message + sizeof(message_head); at < data_of(message); at += sizeof next) {
       memcpy(&next, at, sizeof next);
       append_run(network, op->number, &next);
@@ -211,7 +214,7 @@ static int exchange_messages(allred_operation *op, char *chunk) {
   allred_network *network = network_of(op);
   int complete = 0;
   if (op->segment->rank > 0) return ALLRED_DONE;
-  const allred_message_round peers = allred_round_of_messages(&network->schedule, network->round);
+  const allred_message_round peers = allred_make_message_round(&network->schedule, network->round);
   if (network->stage == BEGIN) {
     if (network->round == 0) write_own(op);
     write_message(op);
@@ -221,7 +224,7 @@ static int exchange_messages(allred_operation *op, char *chunk) {
   if (!complete) return any ? ALLRED_PROGRESSED : ALLRED_PENDING;
   read_messages(op, peers);
   network->stage = BEGIN;
-  const int is_last = network->round + 1 == allred_message_rounds(&network->schedule);
+  const int is_last = network->round + 1 == allred_message_round_count(&network->schedule);
   network->round = is_last ? 0 : network->round + 1;
   return is_last ? ALLRED_DONE : ALLRED_PROGRESSED;
 }
@@ -275,7 +278,7 @@ static const allred_transfer headers = {.reduce = exchange_messages},
                              headers_then_windows = {.reduce = exchange_messages, .next = allred_begin_windows},
                              small = {.fill = allred_fill_tensors, .reduce = exchange_messages, .drain = read_sum};
 
-/* Whether all tensors have one dtype and their sum is small enough for messages. */
+/* Whether all tensors have one dtype, and a host sends at most ALLRED_SMALL_BYTES of sums in a round. */
 static int is_small(const allred_operation *op) {
   const int dtype = op->tensors[0].dtype;
   size_t bytes = 0;
@@ -301,4 +304,4 @@ static void begin(allred_operation *op) {
   op->transfer = op->is_inline ? &headers_then_windows : &small;
 }
 
-const allred_across allred_across_hosts = {begin, header_run, allred_network_wait};
+const allred_across allred_across_hosts = {begin, get_header_run, allred_network_wait};

@@ -1,46 +1,46 @@
 #include "network_schedule.h"
 
-/* What a connection carries during the latency of one message: 2 Gbyte/s for 32 us. */
+/* The assumed product of bandwidth and latency of a connection, such as 2 GB/s and 32 us. It is not measured. */
 #define LATENCY_BYTES ((size_t)65536)
 
 /* ---- members and levels */
 
 /* Return the first host of a member; of `members`, the number of hosts. */
-static int first_host(const allred_schedule *all, int member) {
-  return member < all->folded ? 2 * member : member + all->folded;
+static int first_host(const allred_schedule *schedule, int member) {
+  return member < schedule->folded ? 2 * member : member + schedule->folded;
 }
 
-static int member_of(const allred_schedule *all, int host) {
-  return host < 2 * all->folded ? host / 2 : host - all->folded;
+static int member_of(const allred_schedule *schedule, int host) {
+  return host < 2 * schedule->folded ? host / 2 : host - schedule->folded;
 }
 
-/* A folded pair has a host that acts for both, and one that does not act. */
-static int is_paired(const allred_schedule *all, int host) { return host < 2 * all->folded; }
+/* Of a folded pair, the first host is active, for both. */
+static int is_paired(const allred_schedule *schedule, int host) { return host < 2 * schedule->folded; }
 
-static int acts(const allred_schedule *all, int host) { return !is_paired(all, host) || host % 2 == 0; }
+static int is_active(const allred_schedule *schedule, int host) { return !is_paired(schedule, host) || host % 2 == 0; }
 
-/* The part of a level that a member is in: its first member, and its place in the group. */
+/* The position of a member at a level: the first member of its part, and the place of the part in the group. */
 typedef struct {
   int first, place;
-} part;
+} group_position;
 
-static part part_of(const allred_schedule *all, int level, int member) {
-  const int number = member / all->stride[level];
-  return (part){number * all->stride[level], number % all->radix[level]};
+static group_position position_in_group(const allred_schedule *schedule, int level, int member) {
+  const int number = member / schedule->stride[level];
+  return (group_position){number * schedule->stride[level], number % schedule->radix[level]};
 }
 
 /* Return the first member of another part of the same group. */
-static int other_part(const allred_schedule *all, int level, part own, int place) {
-  return own.first + (place - own.place) * all->stride[level];
+static int other_part(const allred_schedule *schedule, int level, group_position own, int place) {
+  return own.first + (place - own.place) * schedule->stride[level];
 }
 
-/* Return the host that acts for the counterpart of a member in another part. */
-static int counterpart(const allred_schedule *all, int level, int member, int place) {
-  const part own = part_of(all, level, member);
-  return first_host(all, member - own.first + other_part(all, level, own, place));
+/* Return the active host of the counterpart of a member in another part. */
+static int counterpart(const allred_schedule *schedule, int level, int member, int place) {
+  const group_position own = position_in_group(schedule, level, member);
+  return first_host(schedule, member - own.first + other_part(schedule, level, own, place));
 }
 
-static int split(int members, int *radix) {
+static int factorize(int members, int *radix) {
   int levels = 0;
   for (int factor = 2; factor <= ALLRED_MAX_RADIX; factor++)
     for (; members % factor == 0; members /= factor) radix[levels++] = factor;
@@ -49,55 +49,61 @@ static int split(int members, int *radix) {
 
 /* ---- windows */
 
-static void append(allred_schedule *all, allred_exchange_step step) { all->steps[all->step_count++] = step; }
-
-/* A folded pair exchanges all blocks. */
-static void append_fold(allred_schedule *all, int to_first) {
-  const int is_first = all->host % 2 == 0, other = is_first ? all->host + 1 : all->host - 1;
-  const int receives = is_first == to_first, end = receives ? 0 : all->hosts, received_end = receives ? all->hosts : 0;
-  append(all, (allred_exchange_step){other, other, 0, end, 0, received_end, all->step_count, 0,
-                                     to_first ? ALLRED_ADD : ALLRED_COPY});
+static void append(allred_schedule *schedule, allred_exchange_step step) {
+  schedule->steps[schedule->step_count++] = step;
 }
 
-static void append_level(allred_schedule *all, int level, int reduces) {
-  const int member = member_of(all, all->host), radix = all->radix[level], begun = all->step_count;
-  const part own = part_of(all, level, member);
+/* A folded pair exchanges all blocks. */
+static void append_fold(allred_schedule *schedule, int to_first) {
+  const int is_first = schedule->host % 2 == 0, other = is_first ? schedule->host + 1 : schedule->host - 1;
+  const int receives = is_first == to_first, end = receives ? 0 : schedule->hosts,
+            received_end = receives ? schedule->hosts : 0;
+  append(schedule, (allred_exchange_step){other, other, 0, end, 0, received_end, schedule->step_count, 0,
+                                          to_first ? ALLRED_ADD : ALLRED_COPY});
+}
+
+static void append_level(allred_schedule *schedule, int level, int reduces) {
+  const int member = member_of(schedule, schedule->host), radix = schedule->radix[level], begun = schedule->step_count;
+  const group_position own = position_in_group(schedule, level, member);
   for (int distance = 1; distance < radix; distance++) {
     const int to = (own.place + distance) % radix, from = (own.place + radix - distance) % radix;
-    const int sent = other_part(all, level, own, reduces ? to : own.place);
-    const int received = other_part(all, level, own, reduces ? own.place : from), stride = all->stride[level];
+    const int sent = other_part(schedule, level, own, reduces ? to : own.place);
+    const int received = other_part(schedule, level, own, reduces ? own.place : from), stride = schedule->stride[level];
     const int is_last = level == 0 && distance == radix - 1;
-    append(all, (allred_exchange_step){counterpart(all, level, member, to), counterpart(all, level, member, from),
-                                       first_host(all, sent), first_host(all, sent + stride), first_host(all, received),
-                                       first_host(all, received + stride), begun, 0,
-                                       !reduces  ? ALLRED_COPY
-                                       : is_last ? ALLRED_ADD_LAST
-                                                 : ALLRED_ADD});
+    append(schedule,
+           (allred_exchange_step){counterpart(schedule, level, member, to), counterpart(schedule, level, member, from),
+                                  first_host(schedule, sent), first_host(schedule, sent + stride),
+                                  first_host(schedule, received), first_host(schedule, received + stride), begun, 0,
+                                  !reduces  ? ALLRED_COPY
+                                  : is_last ? ALLRED_ADD_LAST
+                                            : ALLRED_ADD});
   }
 }
 
 allred_schedule allred_make_schedule(int hosts, int host) {
-  allred_schedule all = {.hosts = hosts, .host = host, .members = hosts};
-  while (!(all.levels = split(all.members, all.radix))) all.members--;
-  all.folded = hosts - all.members;
-  for (int level = 0, stride = 1; level < all.levels; stride *= all.radix[level++]) all.stride[level] = stride;
-  if (is_paired(&all, host)) append_fold(&all, 1);
-  for (int level = all.levels - 1; level >= 0 && acts(&all, host); level--) append_level(&all, level, 1);
-  for (int level = 0; level < all.levels && acts(&all, host); level++) append_level(&all, level, 0);
-  if (is_paired(&all, host)) append_fold(&all, 0);
-  return all;
+  allred_schedule schedule = {.hosts = hosts, .host = host, .members = hosts};
+  while (!(schedule.levels = factorize(schedule.members, schedule.radix))) schedule.members--;
+  schedule.folded = hosts - schedule.members;
+  for (int level = 0, stride = 1; level < schedule.levels; stride *= schedule.radix[level++])
+    schedule.stride[level] = stride;
+  if (is_paired(&schedule, host)) append_fold(&schedule, 1);
+  for (int level = schedule.levels - 1; level >= 0 && is_active(&schedule, host); level--)
+    append_level(&schedule, level, 1);
+  for (int level = 0; level < schedule.levels && is_active(&schedule, host); level++) append_level(&schedule, level, 0);
+  if (is_paired(&schedule, host)) append_fold(&schedule, 0);
+  return schedule;
 }
 
-size_t allred_recursive_bytes(const allred_schedule *all) {
-  const int saved = all->hosts - 1 - all->levels - (all->folded > 0);
-  return saved > 0 ? LATENCY_BYTES * (size_t)saved >> (all->folded > 0) : 0;
+size_t allred_recursive_limit_bytes(const allred_schedule *schedule) {
+  const int steps_saved = schedule->hosts - 1 - schedule->levels - (schedule->folded > 0);
+  return steps_saved > 0 ? LATENCY_BYTES * (size_t)steps_saved >> (schedule->folded > 0) : 0;
 }
 
-allred_exchange_step allred_ring_step(const allred_schedule *all, int step) {
-  const int hosts = all->hosts, sent = (all->host + 2 * hosts - 1 - step) % hosts;
+allred_exchange_step allred_ring_step(const allred_schedule *schedule, int step) {
+  const int hosts = schedule->hosts, sent = (schedule->host + 2 * hosts - 1 - step) % hosts;
   const int received = (sent + hosts - 1) % hosts;
-  return (allred_exchange_step){(all->host + 1) % hosts,
-                                (all->host + hosts - 1) % hosts,
+  return (allred_exchange_step){(schedule->host + 1) % hosts,
+                                (schedule->host + hosts - 1) % hosts,
                                 sent,
                                 sent + 1,
                                 received,
@@ -111,34 +117,38 @@ allred_exchange_step allred_ring_step(const allred_schedule *all, int step) {
 
 /* ---- messages */
 
-int allred_largest_radix(const allred_schedule *all) { return all->radix[all->levels - 1]; }
+int allred_largest_radix(const allred_schedule *schedule) { return schedule->radix[schedule->levels - 1]; }
 
-int allred_message_rounds(const allred_schedule *all) { return all->levels + (all->folded ? 2 : 0); }
+int allred_message_round_count(const allred_schedule *schedule) {
+  return schedule->levels + (schedule->folded ? 2 : 0);
+}
 
 /* Return the level of a round, -1 before the first, `levels` behind the last. */
-static int level_of(const allred_schedule *all, int round) { return round - (all->folded ? 1 : 0); }
+static int level_of(const allred_schedule *schedule, int round) { return round - (schedule->folded ? 1 : 0); }
 
-allred_message_round allred_round_of_messages(const allred_schedule *all, int round) {
-  const int level = level_of(all, round), host = all->host, is_first = host % 2 == 0;
-  if (level < 0 || level == all->levels) {
-    if (!is_paired(all, host)) return (allred_message_round){0};
+allred_message_round allred_make_message_round(const allred_schedule *schedule, int round) {
+  const int level = level_of(schedule, round), host = schedule->host, is_first = host % 2 == 0;
+  if (level < 0 || level == schedule->levels) {
+    if (!is_paired(schedule, host)) return (allred_message_round){0};
     const int receives = is_first == (level < 0);
     if (is_first) return (allred_message_round){2, {host, host + 1}, !receives, receives};
     return (allred_message_round){1, {host - 1}, !receives, receives};
   }
-  if (!acts(all, host)) return (allred_message_round){0};
-  allred_message_round found = {all->radix[level], {0}, 1, 1};
+  if (!is_active(schedule, host)) return (allred_message_round){0};
+  allred_message_round found = {schedule->radix[level], {0}, 1, 1};
   for (int place = 0; place < found.count; place++)
-    found.hosts[place] = counterpart(all, level, member_of(all, host), place);
+    found.hosts[place] = counterpart(schedule, level, member_of(schedule, host), place);
   return found;
 }
 
-int allred_completes_sum(const allred_schedule *all, int round) { return level_of(all, round) == all->levels - 1; }
+int allred_completes_sum(const allred_schedule *schedule, int round) {
+  return level_of(schedule, round) == schedule->levels - 1;
+}
 
-allred_host_range allred_hosts_in_message(const allred_schedule *all, int host, int round) {
-  const int level = level_of(all, round), member = member_of(all, host);
+allred_host_range allred_hosts_in_message(const allred_schedule *schedule, int host, int round) {
+  const int level = level_of(schedule, round), member = member_of(schedule, host);
   if (level < 0) return (allred_host_range){host, host + 1};
-  if (level == all->levels) return (allred_host_range){0, all->hosts};
-  const int first = part_of(all, level, member).first;
-  return (allred_host_range){first_host(all, first), first_host(all, first + all->stride[level])};
+  if (level == schedule->levels) return (allred_host_range){0, schedule->hosts};
+  const int first = position_in_group(schedule, level, member).first;
+  return (allred_host_range){first_host(schedule, first), first_host(schedule, first + schedule->stride[level])};
 }

@@ -31,8 +31,8 @@ typedef struct {
   int to, from;               /* hosts */
   int sent, sent_end;         /* blocks of hosts; none are sent if both are equal */
   int received, received_end; /* likewise */
-  int needs;                  /* first it must have received all of this many steps */
-  int forwards;               /* it sends what step `needs` receives: each byte when it is received */
+  int needs;                  /* the number of steps that it must have received before */
+  int forwards;               /* it sends what the next step receives, each byte when it has arrived */
   enum { ALLRED_COPY, ALLRED_ADD, ALLRED_ADD_LAST } action; /* for what it receives; the last one completes the sum */
 } allred_exchange_step;
 
@@ -46,25 +46,26 @@ typedef struct {
 allred_schedule allred_make_schedule(int hosts, int host);
 
 /*
- * Return up to how many bytes of a window the recursive allreduce is faster than the ring. With latency a, bandwidth b
- * and n bytes, the ring takes the longer of 2 (hosts - 1) a and 2 n / b, because it sends a byte as soon as it has
- * arrived; the recursive one takes 2 levels a + 2 n / b. So it is faster up to (hosts - 1 - levels) a b. A fold adds
- * 2 (a + n / b), and halves the bytes. a b is a constant here: all hosts must choose the same.
+ * Return the largest slice of a window, in bytes, for which the recursive allreduce is taken to be faster than the
+ * ring. With latency a, bandwidth b and n bytes, the ring takes the longer of 2 (hosts - 1) a and 2 n / b, because it
+ * sends a byte as soon as it has arrived; the recursive one takes 2 levels a + 2 n / b. So it is faster up to (hosts -
+ * 1 - levels) a b. With folded hosts it takes 2 (a + n / b) more, so the limit is (hosts - 2 - levels) a b / 2. a b is
+ * a constant, because all hosts must choose the same.
  */
-size_t allred_recursive_bytes(const allred_schedule *schedule);
+size_t allred_recursive_limit_bytes(const allred_schedule *schedule);
 
 /* Return a step of the ring. Steps 0 to hosts - 2 reduce; as many further steps gather. */
 allred_exchange_step allred_ring_step(const allred_schedule *schedule, int step);
 
-/* A round of messages: the hosts whose messages make the new one, in their order. This host is one of them if it had a
- * message before. sends, receives: whether this host sends its message to the others, and receives from them. */
+/* A round of messages. hosts: whose messages are merged, in ascending order; this host is one of them if it keeps its
+ * own. sends, receives: whether this host sends its message to the others, and receives from them. */
 typedef struct {
   int count, hosts[ALLRED_MAX_RADIX], sends, receives;
 } allred_message_round;
 
 int allred_largest_radix(const allred_schedule *schedule);
-int allred_message_rounds(const allred_schedule *schedule);
-allred_message_round allred_round_of_messages(const allred_schedule *schedule, int round);
+int allred_message_round_count(const allred_schedule *schedule);
+allred_message_round allred_make_message_round(const allred_schedule *schedule, int round);
 
 /* Whether the sum is complete after the round. */
 int allred_completes_sum(const allred_schedule *schedule, int round);

@@ -431,7 +431,8 @@ static void begin_allreduce(allred_operation *op, char *chunk) {
   int wire = 0;
   for (size_t i = 0; i < op->tensor_count; i++) {
     wire |= op->tensors[i].wire;
-    bytes += op->tensors[i].bytes;
+    bytes += op->tensors[i].bytes / allred_dtype_bytes(op->tensors[i].dtype) *
+             allred_dtype_bytes(allred_sum_dtype(op->tensors[i].dtype));
   }
   const size_t slice = allred_smaller(bytes, network->window_bytes) / (size_t)network->slices;
   begin(op, wire ? &compressed : &allreduce, !wire && slice <= network->recursive_bytes);

@@ -182,8 +182,8 @@ static inline size_t allred_smaller(size_t a, size_t b) { return a < b ? a : b; 
 /* Return the rounds that so many bytes need; an empty operation has one. */
 static inline uint64_t allred_rounds(size_t bytes, size_t chunk) { return bytes ? (bytes + chunk - 1) / chunk : 1; }
 
-/* Return the headers of the ranks of all hosts in an operation, in the order of the hosts, as runs: the header of this
- * many consecutive ranks. NULL: there is no run of this index. */
+/* Return the header of a run of an operation: `ranks` consecutive ranks, in the order of the hosts, have it. NULL:
+ * there are no more runs. */
 const allred_header *allred_header_run(const allred_segment *, uint64_t operation, int index, uint64_t *ranks);
 
 /* Return the weight of the rank with this header, in an operation that is weighted. In a step it is the rank's number

@@ -1,4 +1,4 @@
-"""`python -m allred model`: the communication of a step by each algorithm, on hosts that are given by numbers."""
+"""`python -m allred model`: the communication of a step by each algorithm, from the number of hosts and their links."""
 
 import argparse
 import dataclasses
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from allred.command_line import Parser, fail, parse, program
 from allred.cost_model import units
-from allred.cost_model.costs import ALGORITHMS, Cost, Machine, fastest, used
+from allred.cost_model.costs import ALGORITHMS, Cost, Machine, algorithm_used, fastest
 from allred.cost_model.units import RATES, SIZES, TIMES, show
 from allred.wording import count
 
@@ -17,17 +17,17 @@ for allred, which sums within a host in shared memory, with recursive halving or
 which algorithm is the fastest for which sizes, the efficiency, and what limits. docs/scaling.md has the formulas, and
 compares them with measurements.
 """
-BACKWARD = 2 / 3  # of the computation of a step, which an allreduce of ready gradients may overlap
-GOAL = 0.9  # of the efficiency, for which the computation is printed
-TIE = 1.02
-GRID = [2.0 ** (step / 8) for step in range(16, 8 * 34 + 1)]  # bytes, from 4 B to 16 GiB
+BACKWARD_PART = 2 / 3  # of the computation of a step: during it, gradients can be reduced
+TARGET_EFFICIENCY = 0.9  # for which the needed computation is printed
+TIE_FACTOR = 1.02  # algorithms whose times differ by less are taken as equal
+GRID_BYTES = [2.0 ** (step / 8) for step in range(16, 8 * 34 + 1)]  # from 4 B to 16 GiB
 
 _CONSTANTS = {  # options of the constants of a host: field, units, meaning
-    "--message": ("message_s", TIMES, "of a message at both ends"),
-    "--stream": ("stream_bytes_per_s", RATES, "that a rank sends and receives by TCP"),
-    "--copy": ("copy_bytes_per_s", RATES, "that a rank copies"),
-    "--sum": ("sum_bytes_per_s", RATES, "that a rank adds"),
-    "--python": ("python_s", TIMES, "of an operation in Python"),
+    "--overhead": ("overhead_s", TIMES, "software overhead of a message, sender and receiver"),
+    "--stream": ("stream_bytes_per_s", RATES, "TCP rate of one rank"),
+    "--copy": ("copy_bytes_per_s", RATES, "copy rate of one rank while all ranks of the host copy"),
+    "--sum": ("sum_bytes_per_s", RATES, "the same of additions"),
+    "--python": ("python_s", TIMES, "time of one operation in Python"),
 }
 
 
@@ -73,10 +73,10 @@ def _report(hosts: int, ranks: int, machine: Machine, nbytes: float, what: str, 
     costs = {name: function(hosts, ranks, nbytes, machine) for name, function in ALGORITHMS.items()}
     lines = [f"{what} on {count(hosts, 'host')} with {count(ranks, 'rank')} each", ""]
     lines += _table(costs)
-    lines += ["", "fastest by size:", *_winners(hosts, ranks, machine), ""]
+    lines += ["", "fastest by size:", *_fastest_by_size(hosts, ranks, machine), ""]
     best = fastest(hosts, ranks, nbytes, machine)
     lines.append(f"fastest for {what}: {best}; {costs[best].limit} limits it")
-    lines.append(f"allred uses: {used(hosts, ranks, nbytes)}")
+    lines.append(f"allred uses: {algorithm_used(hosts, ranks, nbytes)}")
     return lines + _efficiency(costs[best].total_s, compute_s)
 
 
@@ -88,13 +88,13 @@ def _table(costs: dict[str, Cost]) -> list[str]:
     return [f"{row[0]:20}{''.join(f'{cell:>9}' for cell in row[1:])}" for row in rows]
 
 
-def _winners(hosts: int, ranks: int, machine: Machine) -> list[str]:
+def _fastest_by_size(hosts: int, ranks: int, machine: Machine) -> list[str]:
     """Return a line for each range of sizes in which one algorithm is the fastest, or at most 2 % slower."""
     begins: list[tuple[str, str]] = []  # of each range: the algorithm, the first size
-    for nbytes in GRID:
+    for nbytes in GRID_BYTES:
         times = {name: function(hosts, ranks, nbytes, machine).total_s for name, function in ALGORITHMS.items()}
         best = min(times, key=lambda name: times[name])
-        if not begins or times[begins[-1][0]] > TIE * times[best]:
+        if not begins or times[begins[-1][0]] > TIE_FACTOR * times[best]:
             begins.append((best, show(nbytes, SIZES)))
     ends = [f" to {begin}" for _, begin in begins[1:]] + [""]
     return [f"  {name:20} from {begin}{end}" for (name, begin), end in zip(begins, ends, strict=True)]
@@ -104,14 +104,14 @@ def _efficiency(communication_s: float, compute_s: float | None) -> list[str]:
     """Efficiency: the computation of a step, divided by the time of the step. With overlap, gradients are reduced while
     the backward pass computes others."""
     if compute_s is None:
-        alone_s = communication_s * GOAL / (1 - GOAL)
-        overlapped_s = communication_s / (1 / GOAL - 1 + BACKWARD)
+        alone_s = communication_s * TARGET_EFFICIENCY / (1 - TARGET_EFFICIENCY)
+        overlapped_s = communication_s / (1 / TARGET_EFFICIENCY - 1 + BACKWARD_PART)
         return [
-            f"an efficiency of {GOAL:.0%} needs {show(alone_s, TIMES)} of computation in a step, "
+            f"an efficiency of {TARGET_EFFICIENCY:.0%} needs {show(alone_s, TIMES)} of computation in a step, "
             f"with overlap {show(overlapped_s, TIMES)}"
         ]
     alone = compute_s / (compute_s + communication_s)
-    overlapped = compute_s / (compute_s + max(0.0, communication_s - BACKWARD * compute_s))
+    overlapped = compute_s / (compute_s + max(0.0, communication_s - BACKWARD_PART * compute_s))
     return [f"efficiency with {show(compute_s, TIMES)} of computation: {alone:.1%}, with overlap {overlapped:.1%}"]
 
 
@@ -134,17 +134,24 @@ def _whole(text: str) -> int:
     return int(text)
 
 
+def _packet(text: str) -> int:
+    if (value := _whole(text)) <= Machine.packet_overhead_bytes:
+        least = Machine.packet_overhead_bytes
+        raise argparse.ArgumentTypeError(f"expected more than {least}, the bytes of IP and TCP headers, got {text!r}")
+    return value
+
+
 def _parser(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(prog=program("model"), description=_DESCRIPTION)
     add = parser.add_argument
     add("--hosts", type=_whole, required=True, metavar="N", help="number of hosts")
     add("--ranks", type=_whole, default=1, metavar="N", help="ranks of each host; default 1")
-    add("--link", type=_quantity(RATES), required=True, metavar="RATE", help="of a host's link: 100Gbit/s, 12.5GB/s")
+    add("--link", type=_quantity(RATES), required=True, metavar="RATE", help="of a host in each direction: 100Gbit/s")
     add("--latency", type=_quantity(TIMES, zero=True), required=True, metavar="TIME", help="one way: 5us, 0.2ms")
     add("--set", default="resnet50", metavar="SET", help="gradients: resnet50 (default), transformer, small, or 64MiB")
     add("--compute", type=_quantity(TIMES), metavar="TIME", help="computation of a step, for the efficiency")
-    add("--packet", type=_whole, default=1500, metavar="BYTES", help="of a packet (MTU); default 1500")
-    add("--measure", action="store_true", help="measure the constants of this host that are not given, in 5 s")
+    add("--packet", type=_packet, default=1500, metavar="BYTES", help="size of a packet (MTU); default 1500")
+    add("--measure", action="store_true", help="measure the constants of this host that are not given, in about 5 s")
     defaults = {field.name: field.default for field in dataclasses.fields(Machine)}
     for name, (field, unit, meaning) in _CONSTANTS.items():
         kind, default = ("TIME" if unit is TIMES else "RATE"), show(defaults[field], unit)  # type: ignore[arg-type]

@@ -1,13 +1,13 @@
 """Times of an allreduce on `hosts` hosts with `ranks` ranks each, by three algorithms. Pure functions.
 
-ring                 the flat ring of NCCL and gloo over n ranks: 2 (n - 1) steps, each with a chunk of 1/n of the bytes
+flat ring            of NCCL and gloo, over n ranks: 2 (n - 1) steps, each with a chunk of 1/n of the bytes
 two-level recursive  allred: sums within a host in shared memory, then recursive halving and doubling between hosts, in
                      windows (csrc/network.h, csrc/network_schedule.h)
 two-level ring       the same with a ring between hosts
 
-Each step that follows another takes at least one message: latency_s + message_s, and its bytes on the wire. In the ring
-between hosts a host forwards a byte as soon as it is received and added, so a step takes the longer one of a message
-and of its bytes. docs/scaling.md compares the model with measurements.
+Each step that follows another takes at least one message: latency_s + overhead_s, and its bytes on the wire. In the
+ring between hosts a host forwards a byte as soon as it is received and added, so a step takes the longer one of a
+message and of its bytes. docs/scaling.md compares the model with measurements.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ class Machine:
 
     latency_s: float  # between two hosts, one way, without the work of the hosts
     link_bytes_per_s: float  # of a host, in each direction at the same time
-    message_s: float = 10e-6  # a message at both ends: system calls, and to wake the receiver
+    overhead_s: float = 10e-6  # of a message, at both ends: system calls, and to wake the receiver
     stream_bytes_per_s: float = 4e9  # that a rank can send and receive by TCP, both at the same time
     copy_bytes_per_s: float = 10e9  # of a rank while all ranks of its host copy
     sum_bytes_per_s: float = 10e9  # of a rank: bytes of the result of an addition
@@ -61,9 +61,9 @@ def window_bytes(hosts: int, ranks: int) -> int:
     return min(max(LEAST_WINDOW_BYTES, hosts * ranks * BLOCK_BYTES), MOST_WINDOW_BYTES)
 
 
-def message_s(machine: Machine, nbytes: float = 0.0) -> float:
+def message_time_s(machine: Machine, nbytes: float = 0.0) -> float:
     """The time of a message from its start to its end at the receiver."""
-    return machine.latency_s + machine.message_s + nbytes / machine.payload_bytes_per_s
+    return machine.latency_s + machine.overhead_s + nbytes / machine.payload_bytes_per_s
 
 
 def levels(hosts: int) -> tuple[list[int], bool]:
@@ -94,22 +94,22 @@ def header_messages(hosts: int) -> list[int]:
 
 
 def _ring_s(machine: Machine, hosts: int, ranks: int, nbytes: float) -> tuple[float, float, float]:
-    """Return (time, its part of messages that follow each other, bytes that a host sends) of a window, up to the next
-    one: it can be sent while the last bytes are on their way."""
+    """Return of a window: the seconds until the next one can be sent, how many of these are messages that follow each
+    other, and the bytes that a host sends. The last bytes may still be on their way."""
     steps, block = 2 * (hosts - 1), nbytes / hosts
-    first_s = message_s(machine, min(block / ranks, machine.packet_bytes))
+    first_s = message_time_s(machine, min(block / ranks, machine.packet_bytes))
     wire_s = block / machine.payload_bytes_per_s
-    return (steps - 1) * max(first_s, wire_s) + wire_s, (steps - 1) * message_s(machine), steps * block
+    return (steps - 1) * max(first_s, wire_s) + wire_s, (steps - 1) * message_time_s(machine), steps * block
 
 
 def _recursive_s(machine: Machine, hosts: int, ranks: int, nbytes: float) -> tuple[float, float, float]:
     """As _ring_s. At a level a host sends a part to each of the others of its group. A host that takes part through
-    another one gives it all bytes, and gets them back."""
+    another one gives it all its bytes, and receives the result."""
     radixes, folded = levels(hosts)
     members = math.prod(radixes)
     sent = (2 * (members - 1) / members + folded) * nbytes
     steps, messages = 2 * len(radixes) + folded - 1, 2 * (sum(radixes) - len(radixes)) + folded - 1
-    latency_s = steps * machine.latency_s + messages * machine.message_s
+    latency_s = steps * machine.latency_s + messages * machine.overhead_s
     return latency_s + sent / machine.payload_bytes_per_s, latency_s, sent
 
 
@@ -122,7 +122,7 @@ def _two_level(passes: _Passes, hosts: int, ranks: int, nbytes: float, machine: 
     radixes, folded = levels(hosts)
     small = 0 < nbytes <= SMALL_BYTES / (max(radixes, default=2) - 1)
     messages = header_messages(hosts)
-    latency_s = len(messages) * machine.latency_s + sum(messages) * machine.message_s
+    latency_s = len(messages) * machine.latency_s + sum(messages) * machine.overhead_s
     wire_s = sum(messages) * (MESSAGE_BYTES + small * nbytes) / machine.payload_bytes_per_s
     copy_s, add_s = 1 / machine.copy_bytes_per_s, 1 / machine.sum_bytes_per_s
     within_s = 2 * copy_s + (ranks - 1) / ranks * add_s  # a byte to a window, the sum of the host, and back
@@ -141,9 +141,9 @@ def _two_level(passes: _Passes, hosts: int, ranks: int, nbytes: float, machine: 
         latency_s += count * follow_s
         wire_s += count * sent / machine.payload_bytes_per_s
     if nbytes:
-        network_s += message_s(machine)  # the last bytes
+        network_s += message_time_s(machine)  # the last bytes
     if folded and passes is _recursive_s:
-        network_s += message_s(machine, min(nbytes, whole))  # the first window, to the host that acts for this one
+        network_s += message_time_s(machine, min(nbytes, whole))  # the first window, to the host that acts for this one
     return Cost(total_s + max(network_s + first_s, rank_s), latency_s, wire_s, rank_s, machine.python_s)
 
 
@@ -167,15 +167,15 @@ def flat_ring(hosts: int, ranks: int, nbytes: float, machine: Machine) -> Cost:
     steps, chunk = 2 * (n - 1), nbytes / n
     wire_s = chunk / machine.payload_bytes_per_s if hosts > 1 else 0.0
     links = hosts if hosts > 1 else 0
-    hop_s = machine.message_s + chunk / machine.copy_bytes_per_s + chunk / machine.sum_bytes_per_s / 2
-    latency_s = links / n * machine.latency_s + machine.message_s
-    memory_s = hop_s - machine.message_s
+    hop_s = machine.overhead_s + chunk / machine.copy_bytes_per_s + chunk / machine.sum_bytes_per_s / 2
+    latency_s = links / n * machine.latency_s + machine.overhead_s
+    memory_s = hop_s - machine.overhead_s
     step_s = max(wire_s, (links * (machine.latency_s + wire_s) / n + hop_s)) if n > 1 else 0.0
     parts = [steps * each for each in (step_s, latency_s, wire_s, memory_s)]
     return Cost(machine.python_s + parts[0], parts[1], parts[2], parts[3], machine.python_s)
 
 
-ALGORITHMS = {"ring": flat_ring, "two-level recursive": two_level_recursive, "two-level ring": two_level_ring}
+ALGORITHMS = {"flat ring": flat_ring, "two-level recursive": two_level_recursive, "two-level ring": two_level_ring}
 
 
 def fastest(hosts: int, ranks: int, nbytes: float, machine: Machine) -> str:
@@ -183,28 +183,9 @@ def fastest(hosts: int, ranks: int, nbytes: float, machine: Machine) -> str:
     return min(ALGORITHMS, key=lambda name: ALGORITHMS[name](hosts, ranks, nbytes, machine).total_s)
 
 
-def used(hosts: int, ranks: int, nbytes: float) -> str:
-    """Return the name of the algorithm that allred uses (csrc/network_schedule.c:allred_recursive_bytes)."""
+def algorithm_used(hosts: int, ranks: int, nbytes: float) -> str:
+    """Return the name of the algorithm that allred uses (csrc/network_schedule.c:allred_recursive_limit_bytes)."""
     radixes, folded = levels(hosts)
     saved = hosts - 1 - len(radixes) - folded
     recursive = min(nbytes, window_bytes(hosts, ranks)) / ranks <= LATENCY_BYTES * max(saved, 0) / (1 + folded)
     return "two-level recursive" if recursive else "two-level ring"
-
-
-def crossover_bytes(hosts: int, machine: Machine, ranks: int = 1) -> float:
-    """The bytes from which on the two-level ring is at least as fast as recursive halving; inf: from none."""
-
-    def ring_wins(nbytes: float) -> bool:
-        times = [function(hosts, ranks, nbytes, machine).total_s for function in (two_level_ring, two_level_recursive)]
-        return times[0] <= times[1] * (1 + 1e-9)
-
-    losing = [2.0**power for power in range(35) if not ring_wins(2.0**power)]
-    if not losing:
-        return 0.0
-    low, high = losing[-1], 2 * losing[-1]
-    if high > 2**34:
-        return math.inf
-    while high - low > 1:
-        middle = (low + high) / 2
-        low, high = (low, middle) if ring_wins(middle) else (middle, high)
-    return high

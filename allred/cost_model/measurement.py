@@ -14,17 +14,18 @@ import numpy as np
 
 from allred.arrays import Array
 
-MEMORY_BYTES, PIECE_BYTES = 2**26, 2**20  # an array that is larger than caches; a window
-SENT_BYTES, STREAM_BYTES = 2**18, 2**22  # at once, as csrc/network_windows.c; of a sample
+MEMORY_BYTES, PIECE_BYTES = 2**26, 2**20  # an array larger than the caches; a window
+SENT_BYTES, STREAM_BYTES = 2**18, 2**22  # of a call of send, as in csrc/network_windows.c; of a sample
 MESSAGE = bytes(64)
 _ECHO = "import socket as s, sys\np = s.socket(fileno=int(sys.argv[1]))\nwhile data := p.recv(64): p.send(data)"
 
 
 def measure(ranks: int) -> dict[str, float]:
-    """Return constants of `Machine` by name, while `ranks` threads (at most one for each core) copy and add."""
+    """Return fields of `Machine`, measured on this host: copies and sums by `ranks` threads, at most one for each core;
+    the others by one."""
     threads = min(ranks, len(os.sched_getaffinity(0)))
     return {
-        "message_s": _message_s(),
+        "overhead_s": _overhead_s(),
         "stream_bytes_per_s": _stream_bytes_per_s(),
         "copy_bytes_per_s": _memory_bytes_per_s(threads, np.copyto),
         "sum_bytes_per_s": _memory_bytes_per_s(threads, lambda window, piece: np.add(window, piece, out=window)),
@@ -73,7 +74,7 @@ def _connection() -> tuple[socket.socket, socket.socket]:
     return one, other
 
 
-def _message_s() -> float:
+def _overhead_s() -> float:
     """Return half of the time of a message to another process and back."""
     one, other = _connection()
     with one, other:

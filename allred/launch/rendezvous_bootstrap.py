@@ -104,7 +104,7 @@ class TaskConnection(abc.ABC):
         self.tasks, self.limit_s, self.warn_s = tasks, limit_s, math.inf
         self._exchanges: dict[str, int] = defaultdict(int)  # how many exchanges were begun, by members and title
         self._values: dict[str, list[bytes] | None] = {}  # by the key of the exchange; None: some have not arrived
-        self._parts: dict[str, str] = {}  # of these values, by the key
+        self._parts: dict[str, list[str]] = {}  # of these values, by the key
         self._sizes: dict[str, int] = {}  # the number of members, by the key
         self._missing: dict[str, str] = {}  # some ranks that have not sent a value, by the key
 
@@ -126,9 +126,9 @@ class TaskConnection(abc.ABC):
         if words["cmd"] == "missing":
             self._missing[words["key"]] = words["ranks"]
         elif (key := words["key"]) in self._values:
-            self._parts[key] = self._parts.get(key, "") + words["values"]
+            self._parts.setdefault(key, []).append(words["values"])
             if words["left"] == "0":
-                self._values[key] = decode_values(self._parts.pop(key), self._sizes[key])
+                self._values[key] = decode_values("".join(self._parts.pop(key)), self._sizes[key])
 
     def begin(self, members: Sequence[int], value: bytes, title: str) -> str:
         """Begin an exchange. Return its key."""

@@ -21,7 +21,7 @@ from allred.errors import AllredError, CollectiveTimeout, ConfigError
 from allred.launch.rendezvous_server import MAPPING_CHARS, PURPOSE, digest, mapping
 from allred.runtime import channel, detached, open_files
 from allred.runtime.channel import Channel, HandshakeError, connect
-from allred.runtime.timings import ADDRESS_FREE_S, AUTHENTICATE_S, REMIND_TASKS_S, RETRY_S
+from allred.runtime.timings import ADDRESS_FREE_S, AUTHENTICATE_S, REMIND_TASKS_S, RETRY_S, UNAUTHENTICATED_PEERS
 from allred.watch.start import own_address
 
 SocketAddress = tuple[Any, ...]  # the argument of socket.bind
@@ -157,10 +157,8 @@ def _answer(to: Channel) -> dict[str, Any]:
 
 
 def _start(addresses: Mapping[str, str], secret: str, listener: socket.socket) -> None:
-    if problem := open_files.problem(2 * len(addresses) + _OTHER_FILES):
-        raise ConfigError(
-            f"the rendezvous process of {len(addresses)} tasks cannot have 2 connections of each: {problem}"
-        )
+    if problem := open_files.problem(2 * len(addresses) + UNAUTHENTICATED_PEERS + _OTHER_FILES):
+        raise ConfigError(f"the rendezvous process needs 2 connections for each of {len(addresses)} tasks: {problem}")
     settings = {"addresses": dict(addresses), "secret": secret, "listener": listener.fileno(), "pid": os.getpid()}
     found = detached.start("allred.launch.rendezvous_server", settings, files=[listener.fileno()])
     listener.close()

@@ -276,7 +276,7 @@ class WorldCoordinator:
         """Form the next world, if all members are ready and enough of them are left."""
         steps = self._steps
         if len(steps) < len(self.members) or (not self.generation and len(self._spares) < self.target):
-            return []
+            return []  # the second condition is for speed: each process of a start comes here
         if self._is_first and -1 in steps.values():  # without this member nobody has completed a step
             self._has_begun = False
         newest = max(steps.values(), default=-1)

@@ -73,7 +73,7 @@ def _speed(before: State, now: State, seconds: float) -> State:
 
 def ended_state(name: str, scalars: "Scalars") -> State:
     """Return the last state of a job that has ended. Raises AllredError."""
-    now = job_directory.read_ended(name)
+    now = {"late": [], **job_directory.read_ended(name)}  # an earlier version of allred wrote no `late`
     zero = {"time": now["begun"], "ranks": [{**rank, **dict.fromkeys(_SUMS, 0)} for rank in now["ranks"]]}
     state = {**state_of(zero, now, scalars.read(now["summaries"])), "ended": True}
     for rank in state["ranks"]:  # training may have begun long after the start

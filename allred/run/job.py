@@ -100,8 +100,8 @@ class Reports:
 
     @property
     def watched_have_left(self) -> bool:
-        """Whether every rank that has a watcher has reported success."""
-        return not self.code and self._left == self._hosts.keys()
+        """Whether every rank that has a watcher has reported success, and there is one."""
+        return not self.code and bool(self._left) and self._left == self._hosts.keys()
 
     @property
     def missing(self) -> str:

@@ -31,7 +31,7 @@ from allred.runtime.loop import Loop, Timer
 
 Message = dict[str, Any]
 
-VERSION = 1
+VERSION = 2
 _MOST_MS = 2**31 - 1
 _TCP_RTO_MAX_MS = 44  # include/uapi/linux/tcp.h; Python has no name for it
 
@@ -182,6 +182,8 @@ class Channel:
     def send_bytes(self, lines: bytes) -> None:
         """Send complete lines; see `send_line`."""
         if self._unsent is not None:
+            if len(self._unsent) > timings.SNAPSHOT_BYTES:
+                return self._shut_down()
             self._unsent += lines
             if len(self._unsent) == len(lines):
                 self._send_unsent()
@@ -192,7 +194,8 @@ class Channel:
             self._shut_down()
 
     def _send_unsent(self) -> None:
-        """Send as much as the kernel takes now. If it takes nothing for SEND_S, that is an error, as in `send_line`."""
+        """Send as much as the kernel takes now. If it takes nothing for SEND_S, or more than SNAPSHOT_BYTES wait when
+        another line is sent, that is an error, as in `send_line`."""
         assert self._loop is not None
         assert self._unsent is not None
         try:
@@ -363,15 +366,14 @@ class _UnauthenticatedPeer:
     channel: Channel
     nonce: str
     expiry: Timer
-    authenticated: bool = False
 
 
 class Listener:
     """Accepts connections on a socket, in an event loop, and authenticates them.
 
     It never waits for a peer. It closes a connection if the peer sends something else than the protocol, if the first
-    message after authentication does not arrive within `limit_s`, and if UNAUTHENTICATED_PEERS newer connections are
-    not authenticated, besides the `expected` number of peers that may connect at once.
+    message after authentication does not arrive within `limit_s`, or if UNAUTHENTICATED_PEERS + `expected` newer
+    connections are not authenticated. expected: the number of peers that may connect at once.
 
     admit(channel, messages): called with each authenticated channel and its first messages.
     refusal(host, has): returns the reason that is sent to a peer with a wrong secret. `has`: whether the peer has a
@@ -393,13 +395,14 @@ class Listener:
         self._loop, self._socket, self._purpose, self._secret = loop, listening, purpose, secret
         self._admit, self._refusal, self._limit_s = admit, refusal, limit_s
         self._pending: dict[_UnauthenticatedPeer, None] = {}  # from the oldest to the newest
+        self._authenticated: set[_UnauthenticatedPeer] = set()  # their first message has not arrived
         listening.setblocking(False)
         listening.listen(max(1024, self._most))
         loop.on_input(listening, self._accept)
 
     def close(self) -> None:
         """Listen no more, and close connections that are not authenticated."""
-        for peer in [*self._pending]:
+        for peer in [*self._pending, *self._authenticated]:
             self._close(peer)
         self._loop.remove(self._socket)
         self._socket.close()
@@ -410,9 +413,7 @@ class Listener:
         except OSError:  # the peer has closed the connection, or there are too many open files
             return
         if len(self._pending) >= self._most:
-            unauthenticated = [peer for peer in self._pending if not peer.authenticated]
-            if len(unauthenticated) >= self._most:
-                self._close(unauthenticated[0])
+            self._close(next(iter(self._pending)))
         connection.setblocking(False)
         channel = Channel(connection, timings.UNAUTHENTICATED_BYTES)
         expiry = self._loop.after(self._limit_s, lambda: self._close(peer))
@@ -424,7 +425,7 @@ class Listener:
     def _receive(self, peer: _UnauthenticatedPeer) -> None:
         try:
             messages = peer.channel.receive()
-            if messages and not peer.authenticated:
+            if messages and peer in self._pending:
                 return self._authenticate(peer, *messages)
         except Exception:  # closed, or not the protocol: bytes of an unknown program must not end this process
             return self._close(peer)
@@ -441,7 +442,9 @@ class Listener:
         nonces = peer.nonce, str(message["nonce"])
         if _proves(message, _proof(self._secret, self._purpose, "connect", nonces)):
             peer.channel.send({"proof": _proof(self._secret, self._purpose, "listen", nonces)})
-            peer.authenticated, peer.channel.longest = True, timings.LINE_BYTES
+            del self._pending[peer]
+            self._authenticated.add(peer)
+            peer.channel.longest = timings.LINE_BYTES
         else:
             host = [*peer.channel.connection.getpeername(), "this host"][0]  # a Unix socket has no name
             peer.channel.send({"refused": self._refusal(host, bool(message.get("has")))})
@@ -450,6 +453,7 @@ class Listener:
     def _forget(self, peer: _UnauthenticatedPeer) -> None:
         peer.expiry.cancel()
         self._pending.pop(peer, None)
+        self._authenticated.discard(peer)
         self._loop.remove(peer.channel.connection)
 
     def _close(self, peer: _UnauthenticatedPeer) -> None:

@@ -2,8 +2,8 @@
 
 A monitor (`allred top`, the metrics endpoint) finds port and token in a file of the job directory. While one is
 connected, the watchers send the steps of their ranks every SAMPLE_PERIOD_S seconds; for a request all counters. From
-these samples follows which rank delays which: at the same number of steps, one is in opt.step, and the other is not
-yet. Nothing of this costs a rank time, except the source line, for which a signal interrupts it once for each request.
+these samples follows which rank delays which: both have the same number of steps, and only one is in opt.step. Samples
+do not interrupt a rank; a request for its state does, once, by a signal.
 
 At the end of the job the last state is written to the job directory, so that it can be shown later.
 """
@@ -24,7 +24,7 @@ from allred.watch.records import Event
 
 PURPOSE = "monitor"
 LAST = 0  # the number of the counters that a watcher sends at its end, without a request
-STEPS, COUNTERS, STATES = "steps", "counters", "states"  # what a watcher sends: each includes the one before
+STEPS, COUNTERS, STATES = "steps", "counters", "states"  # the detail that a watcher sends: each includes the one before
 MOST_PAIR_RANKS = 64  # in a job of more ranks no pairs of waiting and late ranks are kept: too many
 MOST_MESSAGES, MESSAGE_CHARS = 30, 3000
 MOST_DIRECTORIES = 8
@@ -150,8 +150,9 @@ class JobStatus:
                 self._ranks[rank]["state"] = "no answer"
         due = [each for each in self._requests if self._what == STATES or (self._what == COUNTERS and not each[1])]
         self._requests = [request for request in self._requests if request not in due]
+        state = self.snapshot() if due else {}
         for channel, _ in due:
-            channel.send(self.snapshot())
+            channel.send(state)
 
     def _count_delays(self, seconds: float) -> None:
         waiting: dict[float, list[int]] = {}  # ranks by their steps

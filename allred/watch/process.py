@@ -172,8 +172,8 @@ class Watcher:
             rank = WatchedRank(connection, hello, *files)
         except (OSError, ValueError, KeyError, TypeError, OverflowError):
             return refuse(connection, files)
-        if not rank.send({"kind": "welcome"}):
-            return rank.close(self._loop)  # it continues without a watcher
+        if not rank.send({"kind": "welcome"}) and process_state.is_alive(rank.pid):
+            return rank.close(self._loop)  # it continues without a watcher; the death of another one is reported
         self._ranks[rank.number] = rank
         for name, pidfd in self._launchers.record(rank.pid).items() if self._settings.launcher else ():
             self._loop.on_input(pidfd, functools.partial(self._launcher_ended, name, pidfd))

@@ -95,7 +95,7 @@ PyObject *allred_segment_set_network(Segment *self, PyObject *args) {
   if (!read_hosts(held, lists, hosts, slices)) return allred_segment_release_network(self), NULL;
   *network = (allred_network){.hosts = (int)hosts, .host = host, .slices = slices, .first_rank = held->first_rank};
   network->schedule = allred_make_schedule((int)hosts, host);
-  network->recursive_bytes = allred_recursive_bytes(&network->schedule);
+  network->recursive_bytes = allred_recursive_limit_bytes(&network->schedule);
   network->order = held->order;
   network->sockets = self->segment.rank < slices ? held->sockets : NULL;
   network->events = held->events;

@@ -103,14 +103,14 @@ static int log2_of(int number) {
 }
 
 static void check_messages(host *all) {
-  const int rounds = allred_message_rounds(&all->schedule);
+  const int rounds = allred_message_round_count(&all->schedule);
   int completed = 0, *sent = calloc((size_t)hosts, sizeof *sent);
   allred_host_range *have = calloc((size_t)hosts, sizeof *have), *next = calloc((size_t)hosts, sizeof *next);
   for (int i = 0; i < hosts; i++) have[i] = (allred_host_range){i, i + 1};
   for (int round = 0; round < rounds; round++) {
     completed += allred_completes_sum(&all->schedule, round);
     for (int i = 0; i < hosts; i++) {
-      const allred_message_round peers = allred_round_of_messages(&all[i].schedule, round);
+      const allred_message_round peers = allred_make_message_round(&all[i].schedule, round);
       next[i] = have[i];
       for (int place = 0; place < peers.count; place++) {
         const int peer = peers.hosts[place];
@@ -121,7 +121,7 @@ static void check_messages(host *all) {
         if (place && next[i].end != said.first) fail("hosts are not in order", i);
         if (!place) next[i].first = said.first;
         next[i].end = said.end;
-        if (peer != i && !allred_round_of_messages(&all[peer].schedule, round).sends) fail("a host is silent", peer);
+        if (peer != i && !allred_make_message_round(&all[peer].schedule, round).sends) fail("a host is silent", peer);
       }
     }
     memcpy(have, next, (size_t)hosts * sizeof *have);

@@ -1,4 +1,4 @@
-"""The starts of small jobs: the numbers of messages and bytes grow with the ranks, not with their square."""
+"""The starts of small jobs: how many messages and bytes."""
 
 import json
 import pathlib

@@ -221,7 +221,7 @@ def test_a_proof_for_one_purpose_is_not_accepted_for_another():
         ("220 mail.example.org ESMTP", "is not an allred process: another program uses this port"),
         ("[]", "is not an allred process"),
         ("x" * 2**17, "is not an allred process"),
-        ('{"allred": 99, "nonce": "ab"}', "has another version of allred (protocol 99, here 1); install the same"),
+        ('{"allred": 99, "nonce": "ab"}', "has another version of allred (protocol 99, here 2); install the same"),
     ],
 )
 def test_other_programs_and_versions_are_reported(greeting, words):

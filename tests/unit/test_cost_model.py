@@ -1,16 +1,15 @@
 """python -m allred model: units, properties of the formulas, and the output of the command."""
 
 import itertools
-import math
 
 import pytest
 
 from allred.cost_model import command, costs, measurement, units
-from allred.cost_model.costs import ALGORITHMS, Machine, crossover_bytes, flat_ring, two_level_recursive, two_level_ring
+from allred.cost_model.costs import ALGORITHMS, Machine, flat_ring, two_level_recursive, two_level_ring
 
 FAST = Machine(5e-6, 12.5e9)
 SLOW = Machine(1e-3, 12.5e6)
-WIRE = Machine(0.0, 1e6, message_s=0.0, python_s=0.0)  # only the wire takes time
+WIRE = Machine(0.0, 1e6, overhead_s=0.0, python_s=0.0)  # only the wire takes time
 HOSTS = [1, 2, 3, 4, 5, 6, 7, 8, 16, 100, 512]
 SIZES = [0, 4, 2**11, 2**14 + 4, 2**16, 2**20, 2**20 + 4, 10**8]
 
@@ -72,7 +71,7 @@ def test_eleven_hosts_are_ten_and_one_that_takes_part_through_another():
     assert costs.levels(11) == ([2, 5], True)
     sent = two_level_recursive(11, 1, 2**24, WIRE).wire_s * WIRE.payload_bytes_per_s
     assert sent == pytest.approx((2 * 9 / 10 + 1) * 2**24, rel=1e-3)
-    messages, one = len(costs.header_messages(11)), Machine(1.0, 1e12, message_s=0.0, python_s=0.0)
+    messages, one = len(costs.header_messages(11)), Machine(1.0, 1e12, overhead_s=0.0, python_s=0.0)
     assert two_level_recursive(11, 1, 2**16, one).total_s == pytest.approx(messages + 2 + 2 * 2, rel=1e-3)
 
 
@@ -93,33 +92,19 @@ def test_the_flat_ring_is_slower_with_many_ranks_and_few_bytes(machine, hosts, n
 
 
 def test_a_ring_with_large_blocks_hides_the_latency_of_all_steps_but_the_last():
-    far = Machine(1e-3, WIRE.link_bytes_per_s, message_s=0.0, python_s=0.0)
+    far = Machine(1e-3, WIRE.link_bytes_per_s, overhead_s=0.0, python_s=0.0)
     headers = len(costs.header_messages(4))
     assert two_level_ring(4, 1, 2**22, far).total_s - two_level_ring(4, 1, 2**22, WIRE).total_s == pytest.approx(
         (headers + 1) * 1e-3
     )
 
 
-@pytest.mark.parametrize("hosts", [4, 8, 16])
-def test_the_crossover_separates_halving_from_the_ring(hosts):
-    at = crossover_bytes(hosts, FAST)
-    assert 2**14 < at < 2**30
-    below, above = 0.98 * at, 1.02 * at
-    assert two_level_recursive(hosts, 1, below, FAST).total_s < two_level_ring(hosts, 1, below, FAST).total_s
-    after = two_level_ring(hosts, 1, above, FAST).total_s
-    assert after <= two_level_recursive(hosts, 1, above, FAST).total_s * (1 + 1e-9)
-
-
-def test_the_ring_never_wins_if_a_window_is_too_small_for_the_latency():
-    assert crossover_bytes(512, FAST, ranks=8) == math.inf
-
-
 @pytest.mark.parametrize(
     ("hosts", "ranks", "most"), [(2, 1, 0), (3, 1, 2**16), (8, 1, 2**18), (8, 2, 2**19), (11, 1, 7 * 2**15)]
 )
 def test_allred_uses_the_ring_for_more_bytes_than_csrc_network_schedule(hosts, ranks, most):
-    assert costs.used(hosts, ranks, most) == "two-level recursive"
-    assert costs.used(hosts, ranks, most + 4) == "two-level ring"
+    assert costs.algorithm_used(hosts, ranks, most) == "two-level recursive"
+    assert costs.algorithm_used(hosts, ranks, most + 4) == "two-level ring"
 
 
 def test_the_sizes_of_windows_are_the_ones_of_the_backend():
@@ -139,7 +124,7 @@ def test_the_command_shows_costs_winners_and_what_limits(capsys):
     table = out.split("\n\n")[1].splitlines()
     assert table[0].split() == ["time", "latency", "wire", "memory", "Python", "limit"]
     limits = {line[:20].strip(): line.split()[-1] for line in table[1:]}
-    assert limits == {"ring": "latency", "two-level ring": "latency", "two-level recursive": "memory"}
+    assert limits == {"flat ring": "latency", "two-level ring": "latency", "two-level recursive": "memory"}
     assert "fastest by size:\n  two-level recursive  from 4 B to " in out
     assert "fastest for resnet50 (97.5 MiB in 161 tensors): two-level recursive; memory limits it\n" in out
     assert "allred uses: two-level recursive\n" in out
@@ -157,6 +142,7 @@ def test_the_efficiency_with_a_time_of_computation(capsys):
         ("--link", "100", "argument --link: expected a number and one of B/s, "),
         ("--link", "0bit/s", "argument --link: expected more than 0, got '0bit/s'"),
         ("--latency", "5", "argument --latency: expected a number and one of ns, us, ms, s, got '5'"),
+        ("--packet", "52", "argument --packet: expected more than 52, the bytes of IP and TCP headers, got '52'"),
         ("--hosts", "0", "argument --hosts: expected a whole number > 0, got '0'"),
         ("--set", "vgg", "--set: expected resnet50, transformer, small, or a size such as 64MiB, got 'vgg'"),
     ],
@@ -169,21 +155,21 @@ def test_a_wrong_option_is_one_line_and_exit_code_2(option, value, message, caps
 
 
 def test_measured_constants_are_printed_as_options_and_can_be_given_again(capsys, monkeypatch):
-    found = {"message_s": 7e-6, "stream_bytes_per_s": 7.5e9, "copy_bytes_per_s": 25e9, "sum_bytes_per_s": 26e9}
+    found = {"overhead_s": 7e-6, "stream_bytes_per_s": 7.5e9, "copy_bytes_per_s": 25e9, "sum_bytes_per_s": 26e9}
     monkeypatch.setattr(measurement, "measure", lambda ranks: {**found, "python_s": 50e-6})
     assert command.main([*ISSUE, "--measure"]) == 0
     first, rest = capsys.readouterr().out.split("\n\n", 1)
     options = first.removeprefix("measured on this host: ")
-    assert options == "--message 7us --stream 7.5GB/s --copy 25GB/s --sum 26GB/s --python 50us"
+    assert options == "--overhead 7us --stream 7.5GB/s --copy 25GB/s --sum 26GB/s --python 50us"
     assert command.main([*ISSUE, *options.split()]) == 0
     assert capsys.readouterr().out == rest
 
 
 def test_the_constants_of_this_host_are_plausible():
     found = {
-        "message_s": measurement._message_s(), "stream_bytes_per_s": measurement._stream_bytes_per_s(),
+        "overhead_s": measurement._overhead_s(), "stream_bytes_per_s": measurement._stream_bytes_per_s(),
         "copy_bytes_per_s": measurement._memory_bytes_per_s(1, lambda window, piece: window.__setitem__(..., piece)),
     }  # fmt: skip
-    assert 1e-7 < found["message_s"] < 0.1
+    assert 1e-7 < found["overhead_s"] < 0.1
     assert found["stream_bytes_per_s"] > 1e7
     assert found["copy_bytes_per_s"] > 1e8

@@ -58,7 +58,8 @@ def test_output_is_called_while_there_is_room_and_until_it_is_removed(loop, pair
     loop.on_output(ours, None)
     loop.turn(0.01)
     loop.remove(ours)
-    loop.on_output(ours, print)
+    loop.on_output(ours, lambda: found.append("room after the end"))
+    loop.turn(0.01)
     assert found == [b"a", "room", "room"]
 
 

