@@ -47,7 +47,8 @@ def test_with_restarts_on_two_hosts(mpi, tmp_path):
 
 
 def test_all_commands_of_the_page_are_known():
-    """Those that no test above runs are run by test_run.py and test_monitor.py, with these words."""
+    """Those that no test above runs are run by test_run.py and test_monitor.py, with these words. The archives of an
+    environment were made by hand."""
     assert [" ".join(text.split()[:2]) for text in COMMANDS if "ALLRED_METRICS" not in text] == [
-        "allred run", "allred run", "allred resize", "allred top"
+        "allred run", "allred run", "allred resize", "allred top", "mksquashfs /scratch/env", "sbcast /scratch/env.tar"
     ]  # fmt: skip
