@@ -19,6 +19,7 @@ compares them with measurements.
 """
 BACKWARD_PART = 2 / 3  # of the computation of a step: during it, gradients can be reduced
 TARGET_EFFICIENCY = 0.9  # for which the needed computation is printed
+MOST = 1024  # hosts (csrc/network_schedule.h), and ranks of a host (csrc/segment.h)
 TIE_FACTOR = 1.02  # algorithms whose times differ by less are taken as equal
 GRID_BYTES = [2.0 ** (step / 8) for step in range(16, 8 * 34 + 1)]  # from 4 B to 16 GiB
 
@@ -134,6 +135,12 @@ def _whole(text: str) -> int:
     return int(text)
 
 
+def _up_to_most(text: str) -> int:
+    if (value := _whole(text)) > MOST:
+        raise argparse.ArgumentTypeError(f"allred has at most {MOST} hosts, and as many ranks on each, got {text!r}")
+    return value
+
+
 def _packet(text: str) -> int:
     if (value := _whole(text)) <= Machine.packet_overhead_bytes:
         least = Machine.packet_overhead_bytes
@@ -144,8 +151,8 @@ def _packet(text: str) -> int:
 def _parser(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(prog=program("model"), description=_DESCRIPTION)
     add = parser.add_argument
-    add("--hosts", type=_whole, required=True, metavar="N", help="number of hosts")
-    add("--ranks", type=_whole, default=1, metavar="N", help="ranks of each host; default 1")
+    add("--hosts", type=_up_to_most, required=True, metavar="N", help="number of hosts")
+    add("--ranks", type=_up_to_most, default=1, metavar="N", help="ranks of each host; default 1")
     add("--link", type=_quantity(RATES), required=True, metavar="RATE", help="of a host in each direction: 100Gbit/s")
     add("--latency", type=_quantity(TIMES, zero=True), required=True, metavar="TIME", help="one way: 5us, 0.2ms")
     add("--set", default="resnet50", metavar="SET", help="gradients: resnet50 (default), transformer, small, or 64MiB")

@@ -34,6 +34,7 @@ from allred.modes.options import StepInput, StepOptions
 from allred.modes.steady_step import SteadyStep
 from allred.modes.step_header import LARGEST_SAMPLES, OVERLAPPED, Agreement, MoreFlags, StepHeader
 from allred.timeline.recorder import span
+from allred.wording import named
 
 
 class Reducer:
@@ -149,7 +150,7 @@ class Reducer:
         if any(counted) and not all(counted):
             ranks = [rank for rank, known in zip(active.ranks, counted, strict=True) if not known]
             raise InputError(
-                f"{self._title}: ranks {ranks} give no number of samples, but the others do; pass it on all"
+                f"{self._title}: {named('rank', ranks)} gave no number of samples, but the others did; pass it on all"
             )
         samples = [number or 0 for number in numbers]
         self.samples = sum(samples) if all(counted) else 0

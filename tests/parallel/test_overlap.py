@@ -380,7 +380,7 @@ def test_ranks_that_differ_hear_of_it_in_step(rank, size, what):
     for name in NAMES:
         opt.reduce(name, grads[name], samples=3 if what == "samples" and rank == 1 else None)
         time.sleep(0.05)  # so that the answer comes meanwhile
-    with pytest.raises(allred.AllredError, match="give no number of samples" if what == "samples" else "scale=2"):
+    with pytest.raises(allred.AllredError, match="gave no number of samples" if what == "samples" else "scale=2"):
         opt.step(params, grads)
 
 

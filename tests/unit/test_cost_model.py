@@ -142,6 +142,7 @@ def test_the_efficiency_with_a_time_of_computation(capsys):
         ("--link", "100", "argument --link: expected a number and one of B/s, "),
         ("--link", "0bit/s", "argument --link: expected more than 0, got '0bit/s'"),
         ("--latency", "5", "argument --latency: expected a number and one of ns, us, ms, s, got '5'"),
+        ("--hosts", "1025", "argument --hosts: allred has at most 1024 hosts, and as many ranks on each, got '1025'"),
         ("--packet", "52", "argument --packet: expected more than 52, the bytes of IP and TCP headers, got '52'"),
         ("--hosts", "0", "argument --hosts: expected a whole number > 0, got '0'"),
         ("--set", "vgg", "--set: expected resnet50, transformer, small, or a size such as 64MiB, got 'vgg'"),
