@@ -92,7 +92,7 @@ typedef struct allred_network {
   size_t scratch_bytes; /* that it holds */
   char *compressed;     /* of compressed allreduces: allred_compressed_bytes() */
   const struct allred_window_kind *kind;
-  int is_recursive; /* windows pass in the steps of the schedule; else in those of the ring */
+  int is_recursive; /* whether windows pass in the steps of the schedule, not of the ring */
   uint64_t filled, summed, crossed, drained;
   size_t passed;         /* of an allreduce: numbers in the windows that are filled */
   uint64_t last;         /* of a reducescatter or allgather: the window behind its last one */

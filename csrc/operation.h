@@ -84,7 +84,7 @@ typedef struct {
  *
  * begin       called when an operation is prepared for one host; it changes the transfer and the rounds
  * header_run  see allred_header_run
- * wait        wait for the network, for at most so many ns; return 0 at once if there is nothing to wait for
+ * wait        wait for the network, at most limit_ns; return 0 at once if this rank waits for no connection
  */
 typedef struct allred_across {
   void (*begin)(allred_operation *);

@@ -19,10 +19,11 @@ from allred.comm.work import Polled, Steps
 from allred.config import Config
 from allred.errors import AllredError, CollectiveTimeout
 from allred.launch.rendezvous_client import Joined, rendezvous, shared_memory_domain
-from allred.launch.rendezvous_server import decode_values, members_text
+from allred.launch.rendezvous_server import decode_values
 from allred.runtime.channel import Channel
 from allred.runtime.stderr import rank_warning
 from allred.runtime.timings import EXCHANGE_POLL_S
+from allred.wording import ranges_in_order
 
 
 class RendezvousBootstrap(Bootstrap):
@@ -132,7 +133,7 @@ class TaskConnection(abc.ABC):
 
     def begin(self, members: Sequence[int], value: bytes, title: str) -> str:
         """Begin an exchange. Return its key."""
-        ranks = members_text(tuple(members))
+        ranks = ranges_in_order(members)
         name = hashlib.blake2b(f"{ranks} {title}".encode(), digest_size=8).hexdigest()
         self._exchanges[name] += 1
         key = f"{name}.{self._exchanges[name]}"

@@ -366,25 +366,9 @@ def mapping(nodes: Sequence[Hashable]) -> str:
 
 
 @functools.lru_cache(64)
-def members_text(members: tuple[int, ...]) -> str:
-    """Return ranks as text, in their order; `members_of` reads it.
-
-    >>> members_text((4, 0, 1, 2))
-    '4,0-2'
-    """
-    runs: list[list[int]] = []
-    for rank in members:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ",".join(f"{low}-{high}" if low < high else f"{low}" for low, high in runs)
-
-
-@functools.lru_cache(64)
 def members_of(text: str, size: int) -> Mapping[int, None]:
-    """Return the ranks of `members_text`, in their order. Raises ValueError if they are not different ranks of a job
-    of `size` ranks.
+    """Return the ranks that `wording.ranges_in_order` has written, in their order. Raises ValueError if they are not
+    different ranks of a job of `size` ranks.
 
     >>> list(members_of("4,0-2", size=5))
     [4, 0, 1, 2]
@@ -419,9 +403,10 @@ class Exchanges:
     cmd=allgather key= ranks= value=        cmd=allgathered key= left= values=     see `handle`
     cmd=missing key=                        cmd=missing key= ranks=                some that have not sent a value
 
-    ranks: of the client, see `members_text`. value: base64. When all of them have sent a value, all get the same lines:
-    a part of the values each, `left` is the number of lines that follow. Together the parts are the values in the order
-    of the ranks with commas between them, compressed, because values of different ranks are nearly equal; base64.
+    ranks: the members, in their order (`wording.ranges_in_order`). value: base64. When all members have sent a value,
+    all get the same lines. Each line has a part; `left` is the number of lines that follow. The parts together are the
+    values in the order of the members, joined by commas, compressed (values of different ranks are nearly equal), in
+    base64.
     """
 
     def __init__(self, size: int) -> None:

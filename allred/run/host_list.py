@@ -15,6 +15,7 @@ from allred.runtime.timings import PROBE_S
 
 LOCAL = "localhost"
 _MOST_HOSTS = 2**16
+_MOST_CHARS = 255  # of a host; DNS allows 253
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +147,8 @@ def expand_slurm_hosts(text: str) -> list[str]:
         for plain, ranges in re.findall(r"([^\[]+)|\[([^\]]*)\]", word):
             endings = [plain] if plain else [name for each in ranges.split(",") for name in _expand_range(each)]
             _check_count(len(found) * len(endings))
+            if len(found[0]) + max(map(len, endings)) > _MOST_CHARS:
+                raise ValueError(f"a host with more than {_MOST_CHARS} characters")
             found = [start + ending for start in found for ending in endings]
         names += found
         _check_count(len(names))

@@ -24,6 +24,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import tracemalloc
 
@@ -265,8 +266,10 @@ def fuzz_by_atheris(name: str, target, seconds: float) -> None:
 
 def main() -> int:
     arguments = _arguments()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # files in memory are removed
     sys.path.insert(0, str(HERE))
-    with_atheris = arguments.seed is None and importlib.util.find_spec("atheris") is not None
+    guided = arguments.seed is None and arguments.input is None
+    with_atheris = guided and importlib.util.find_spec("atheris") is not None
     if with_atheris and not arguments.child:
         return _children(arguments)
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, -1))
@@ -307,7 +310,9 @@ def _children(arguments: argparse.Namespace) -> int:
     names, failed = arguments.targets or [*hostile_targets.TARGETS], 0
     for name in names:
         words = ["--child", "--targets", name, "--seconds", str(arguments.seconds / len(names))]
-        done = subprocess.run([sys.executable, __file__, *words], capture_output=True, text=True)
+        with tempfile.TemporaryDirectory(prefix="allred-hostile-", dir=hostile_targets.memory()) as directory:
+            env = {**os.environ, "HOSTILE_DIRECTORY": directory}  # atheris ends the process without `finally`
+            done = subprocess.run([sys.executable, __file__, *words], capture_output=True, text=True, env=env)
         found = re.search(r"number_of_executed_units:\s*(\d+)", done.stderr)
         defects = [line for line in done.stdout.splitlines() if line.startswith(f"{name}: ")]
         crashed = found is None

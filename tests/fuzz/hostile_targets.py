@@ -96,9 +96,13 @@ _directory: list[str] = []
 def directory() -> pathlib.Path:
     """The directory for the files of this process, in memory if possible."""
     if not _directory:
-        where = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-        _directory.append(tempfile.mkdtemp(prefix="allred-hostile-", dir=where))
+        _directory.append(tempfile.mkdtemp(prefix="allred-hostile-", dir=os.environ.get("HOSTILE_DIRECTORY", memory())))
     return pathlib.Path(_directory[0])
+
+
+def memory() -> str | None:
+    """Return a directory in memory, if there is one."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 def remove_directory() -> None:

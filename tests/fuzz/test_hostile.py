@@ -82,6 +82,7 @@ FAILED_ONCE = [
     ("batch_variables", b"n[1/2]"),
     ("batch_variables", b"n[1-9223372036854775808]"),
     ("batch_variables", b"n[1-9]" + b"[1-9]" * 20),
+    ("batch_variables", b"n[1-9]" * 5 + b"x" * 3000),
     ("batch_variables", b"n\0001(x99999999999)"),
     ("batch_variables", b"\0\0node1"),
     ("batch_variables", b"\0\0node1 x"),
