@@ -1,6 +1,7 @@
 """python -m allred run and resize (changes the number of ranks of a running job of `allred run`): their options."""
 
 import argparse
+import errno
 import functools
 import os
 import re
@@ -22,6 +23,7 @@ Starts a program with the mpirun of the MPI that mpi4py loads. The hosts are tho
 of the batch job (Slurm, PBS, LSF, SGE), else this one. The exit code is 0 only if every rank that called allred.init()
 reported success.
 """
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)  # no more files, memory or processes
 
 
 def _parser(arguments: list[str]) -> argparse.Namespace:
@@ -78,6 +80,10 @@ def main(arguments: list[str]) -> int:
         return Runner(wanted, launch).run()
     except AllredError as error:
         return fail(f"{program('run')}: {error}")
+    except OSError as error:
+        if error.errno not in _EXHAUSTED:
+            raise
+        return fail(f"{program('run')}: the job cannot start: {error.strerror}; `ulimit -a` prints the limits")
 
 
 def make_options(options: argparse.Namespace, find_hosts: Callable[[], host_list.HostList] | None = None) -> JobOptions:

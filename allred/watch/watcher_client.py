@@ -159,8 +159,10 @@ class WatcherClient:
                 data = self._socket.recv(timings.EVENT_BYTES)
             except BlockingIOError:
                 return
-            except OSError:
+            except OSError as error:
                 data = b""
+                lost = f"rank {self.rank} has lost its connection to the watcher process on {self._host}"
+                rank_warning(f"{lost}: {error.strerror}")
             if data:
                 self._handle(json.loads(data[1:]))
                 continue

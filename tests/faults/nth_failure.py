@@ -91,6 +91,7 @@ SAMPLE = {  # a row: n. Runs that have found defects, and one of each kind
     "checkpoint/rank0/fsync": 1,
     "restore/rank1/read": 3,
     "hosts_sync/rank1/send": 1,
+    "run/runner/fork": 1,
 }
 
 # Errors of Python that no program should get: a mistake in allred, not the failed call, is their cause.
@@ -247,6 +248,8 @@ def _outcome(row: Row, result: testing.Result) -> tuple[str, list[str]]:
     starts = 2 if row.program in (RUN, SPARK) else 1  # the call fails in both; the ranks of Spark have two logs
     if result.err.count("Traceback (most recent call last)") > starts + chained and not row.later:
         broken.append("more than one traceback")
+    if row.process == "runner" and row.call in ("fork", "socket") and "Traceback" in result.err:
+        broken.append("a traceback of allred run")
     unaware = {"0", "1"} - done - raised.keys()
     return f"error: {errors}" + " (a rank was ended by mpirun)" * bool(unaware), broken
 
