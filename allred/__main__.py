@@ -1,5 +1,6 @@
 """`allred COMMAND`, or `python -m allred COMMAND`. A command's modules are imported only if it is used."""
 
+import errno
 import importlib
 import os
 import select
@@ -58,7 +59,7 @@ def main(arguments: list[str]) -> int:
 
 def run(arguments: list[str]) -> int | str | None:
     """Call `main` and return the argument for sys.exit. The exit code is 128 + SIGPIPE = 141 if the reader of the
-    output has closed it (`| head`).
+    output has closed it (`| head`), and 1 if the disk of the output is full.
 
     SIGPIPE stays ignored: its default action would also end a rank whose connection to another rank breaks.
     """
@@ -76,6 +77,11 @@ def run(arguments: list[str]) -> int | str | None:
         for stream in gone:  # the rest of its buffer goes to /dev/null
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return f"cannot write the output: {error.strerror}"
 
 
 def _has_no_reader(file: int) -> bool:

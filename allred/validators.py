@@ -70,7 +70,7 @@ def boolean(what: str, value: Any) -> bool:
 
 def _as_float(value: Any) -> float:
     """Return `value` as a float, or NaN, which every validator refuses, if it is not a number."""
-    if isinstance(value, (str, bytes)):
+    if isinstance(value, (bool, str, bytes)):
         return math.nan
     try:
         return float(value)

@@ -16,6 +16,7 @@ def parse(text: str, units: dict[str, float]) -> float:
     >>> parse("100Gbit/s", RATES), parse("12.5 GB/s", RATES), parse("0.2ms", TIMES), parse("64KiB", SIZES)
     (12500000000.0, 12500000000.0, 0.0002, 65536.0)
     """
+    text = text.replace("\N{MICRO SIGN}", "u").replace("\N{GREEK SMALL LETTER MU}", "u")
     found = re.fullmatch(r"(\d+(?:\.\d*)?) *(\S+)", text)
     if not found or found[2] not in units or math.isinf(float(found[1])):
         raise ValueError(f"expected a number and one of {', '.join(units)}, got {text!r}")

@@ -32,11 +32,11 @@ def _parser(arguments: list[str]) -> argparse.Namespace:
     add("-np", "-n", type=_number, metavar="N", help="number of ranks; default: the slots of the hosts")
     add("--hosts", default="", metavar="LIST", help="hosts and their slots: node1:4,node2:4")
     add("--hostfile", default="", metavar="FILE", help="a line for each host: node1 slots=4")
-    add("--restarts", type=_number, default=0, metavar="N", help="restarts after failures, from the newest checkpoint")
+    add("--restarts", type=_count, default=0, metavar="N", help="restarts after failures, from the newest checkpoint")
     add("--min-np", type=_number, metavar="N", help="fewest ranks after hosts were lost; default: as many as -np")
     add("--max-np", type=_number, metavar="N", help="most ranks; a changed host file resizes the job up to it")
     add("--elastic", action="store_true", help="ranks that survive another go on in the same processes")
-    add("--spares", type=_number, default=0, metavar="N", help="with --elastic: processes that wait to replace a rank")
+    add("--spares", type=_count, default=0, metavar="N", help="with --elastic: processes that wait to replace a rank")
     add("--mode", choices=("sync", "local", "ps"), help="ALLRED_MODE of the ranks")
     add("--num-ps", type=_number, metavar="N", help="number of parameter servers in mode ps")
     add("--tag", action="store_true", help="print the rank before each line of output")
@@ -55,10 +55,14 @@ def _name(text: str) -> str:
     return text
 
 
-def _number(text: str) -> int:
-    if not text.isdigit() or (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+def _number(text: str, least: int = 1) -> int:
+    if not re.fullmatch("[0-9]{1,9}", text) or (number := int(text)) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
     return number
+
+
+def _count(text: str) -> int:
+    return _number(text, least=0)
 
 
 def main(arguments: list[str]) -> int:

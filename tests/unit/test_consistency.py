@@ -383,6 +383,12 @@ def test_sync_refuses(field, bad):
         Sync(**{field: bad})
 
 
+@pytest.mark.parametrize("bad", [-1.0, True, "1"])
+def test_sync_refuses_other_times(bad):
+    with pytest.raises(InputError, match=f"Sync: grace_s must be a finite number >= 0, but is '?{bad}'?;"):
+        Sync(2, grace_s=bad)
+
+
 def test_the_number_of_workers_is_checked():
     with pytest.raises(InputError) as error:
         Sync(2, total_num_replicas=4).coordinator(3)

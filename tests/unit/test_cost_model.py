@@ -20,6 +20,10 @@ def test_wrong_units_are_refused(text):
         units.parse(text, units.TIMES)
 
 
+def test_microseconds_have_three_spellings():
+    assert len({units.parse(f"5{unit}", units.TIMES) for unit in ("us", "\u00b5s", "\u03bcs")}) == 1
+
+
 @pytest.mark.parametrize("value", [1e-9, 5e-6, 0.2, 1.0, 3600.0])
 def test_a_shown_time_can_be_given_again(value):
     assert units.parse(units.show(value, units.TIMES), units.TIMES) == pytest.approx(value, rel=5e-3)

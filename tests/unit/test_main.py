@@ -40,6 +40,13 @@ def test_a_closed_output_pipe_causes_no_traceback(command, tmp_path):
     assert result.returncode == 141
 
 
+def test_output_on_a_full_disk_causes_one_line():
+    with open("/dev/full", "w") as full:
+        arguments = [sys.executable, "-m", "allred", "--help"]
+        result = subprocess.run(arguments, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stderr) == (1, "cannot write the output: No space left on device\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"), [([], "no command given"), (["benhc"], "python -m allred: unknown command 'benhc'")]
 )

@@ -323,3 +323,13 @@ def test_only_commits_are_deleted(tmp_path):
     (tmp_path / "job.commits" / "notes.txt").unlink()
     delete_commits(str(tmp_path / "job.commits"))
     assert not (tmp_path / "job.commits").exists()
+
+
+@pytest.mark.parametrize(("text", "least"), [("0", 1), ("-1", 0), ("²", 0), ("", 0), ("1.5", 0), ("1" * 10, 0)])
+def test_wrong_numbers_are_refused(text, least):
+    with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not a whole number of at least {least}"):
+        command._number(text, least)
+
+
+def test_no_restarts_and_no_spares_can_be_asked_for():
+    assert command.main(["--elastic", "--restarts", "0", "--spares", "0", "-np", "2", "--dry-run", "train.py"]) == 0

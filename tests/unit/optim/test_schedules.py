@@ -58,6 +58,7 @@ def test_milestones_given_as_a_list_are_kept_as_a_tuple():
     ("make", "message"),
     [
         (lambda: optim.constant(-1.0), "constant: lr must be a finite number >= 0, but is -1.0"),
+        (lambda: optim.constant(True), "constant: lr must be a finite number >= 0, but is True"),
         (lambda: optim.exponential_decay(math.nan, 1, 0.5), "exponential_decay: lr"),
         (lambda: optim.exponential_decay(0.1, 0, 0.5), "exponential_decay: decay_steps must be an integer >= 1"),
         (lambda: optim.exponential_decay(0.1, 1.5, 0.5), "decay_steps must be an integer >= 1, but is 1.5"),
