@@ -205,8 +205,13 @@ class WatcherClient:
     def send(self, event: str, **what: Any) -> None:
         """Send an event (job_state.py lists them)."""
         if self.is_alive():
-            with contextlib.suppress(OSError):
+            try:
                 self._socket.send(json.dumps({"event": event, **what}).encode(), socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                pass
+            except OSError:  # end the connection: without this event, the watcher has a wrong state of this rank
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
 
     def count(self, name: str, number: int, limit_s: float) -> int:
         """Add a number to a counter of the job, and return its value before. Raises the verdict, or AllredError without
