@@ -47,21 +47,21 @@ def fuzz(monkeypatch):
 
 @pytest.mark.parametrize(
     ("training", "fault", "outcome"),
-    [("sync", "none", "survived"), ("ps async", "kill", "named"), ("run --restarts", "kill", "survived")],
+    [("sync", "none", "survived"), ("ps async", "rank killed", "named"), ("run --restarts", "rank killed", "survived")],
 )
 def test_a_training_with_a_fault(training, fault, outcome, fuzz):
     soak = importlib.import_module("soak")
     (found,) = [each for each in soak.TRAININGS if each.name == training]
-    end = soak.play(soak.Job(0, found, fault, 1, 0.3, 0.0))
+    end = soak.run(soak.Job(0, found, fault, 1, 0.3, 0.0))
     assert end.outcome == outcome, end.text
 
 
 def test_a_wrong_result_of_a_training_is_silent(fuzz, monkeypatch):
     soak = importlib.import_module("soak")
     monkeypatch.setattr(soak, "expected", lambda training: np.zeros(soak.ROWS))
-    end = soak.play(soak.Job(0, soak.TRAININGS[0], "none", 0, 0.0, 0.0))
+    end = soak.run(soak.Job(0, soak.TRAININGS[0], "none", 0, 0.0, 0.0))
     assert end.outcome == "silent"
-    assert end.text.startswith("result is right: False"), end.text
+    assert end.text.startswith("['a wrong result']"), end.text
 
 
 @pytest.mark.parametrize(
