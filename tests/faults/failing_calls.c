@@ -13,9 +13,9 @@
  *
  * NTH_REPORT: a file, to which the process with a failing call appends a line and the stack of Python.
  *
- * Only calls by Python, its modules and allred's C extension count, not those of MPI and of the C library itself. A
- * write to stdout or stderr does not count, nor one to a pipe or an eventfd, whose disk is not full, nor mmap by the
- * allocator of Python: that is a malloc.
+ * Only calls by Python, its modules and allred's C extension count, not those of MPI and of the C library itself. These
+ * do not count either: a write to stdout, stderr, a pipe or an eventfd, because it cannot fail with ENOSPC; and mmap by
+ * the allocator of Python, because it is a failed allocation, as malloc.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -35,7 +35,7 @@
 
 static const char *chosen = "";
 static long number = 1;
-static int error = EIO, later, waits_for_socket, ended;
+static int error = EIO, later, waits_for_socket;
 static atomic_long counted;
 static atomic_int counts;
 static char report[4096];
@@ -60,9 +60,6 @@ __attribute__((constructor)) static void read_variables(void) {
 
 /* Begins to count in this process. */
 void failing_calls_begin(void) { atomic_store(&counts, 1); }
-
-/* Counts no longer. */
-void failing_calls_end(void) { atomic_store(&counts, 0), ended = 1; }
 
 /* Appends `made: CALL` to the report at the first call, and makes none fail: NTH_CALL=all. */
 static void note_made(const char *call) {
@@ -97,7 +94,7 @@ static void write_report(const char *call, long nth, const char *caller) {
 /* Whether this call has to fail; then errno is set. */
 static int fails(const char *call, void *from) {
   static _Thread_local int inside;
-  if (waits_for_socket && !ended && !strcmp(call, "socket")) atomic_store(&counts, 1);
+  if (waits_for_socket && !strcmp(call, "socket")) atomic_store(&counts, 1);
   if (!atomic_load_explicit(&counts, memory_order_relaxed) || inside) return 0;
   const int notes = !strcmp(chosen, "all");
   if (!notes && strcmp(call, chosen)) return 0;
@@ -105,16 +102,17 @@ static int fails(const char *call, void *from) {
   const int saved = errno;
   Dl_info caller = {0};
   int fail = 0;
-  if (dladdr(from, &caller) && caller.dli_fname && !strstr(caller.dli_fname, "mpi") &&
-      !strstr(caller.dli_fname, "libc.so") && !strstr(caller.dli_fname, "ld-linux") &&
-      !(call[1] == 'm' && strstr(caller.dli_fname, "libpython"))) {
+  const char *path = dladdr(from, &caller) && caller.dli_fname ? caller.dli_fname : "";
+  const char *name = strrchr(path, '/') ? strrchr(path, '/') + 1 : path;
+  const int is_python = strstr(name, "python") && !strstr(name, "mpi"); /* or a module of it, which is not mpi4py */
+  if ((is_python || strstr(name, "_kernels")) && !(!strcmp(call, "mmap") && strstr(name, "libpython"))) {
     if (notes) {
       note_made(call), errno = saved, inside = 0;
       return 0;
     }
     const long mine = atomic_fetch_add(&counted, 1) + 1;
     fail = mine == number || (later && mine > number);
-    if (mine == number) write_report(call, mine, caller.dli_fname);
+    if (mine == number) write_report(call, mine, path);
   }
   errno = fail ? error : saved;
   inside = 0;

@@ -1,19 +1,21 @@
 """The n-th failure: one call of the C library fails in one process of a job, for n = 1, 2, 3 ... until a run does not
 reach the call. failing_calls.c makes it fail.
 
-    python tests/faults/nth_failure.py                              all rows: about 40 minutes on two cores
+    python tests/faults/nth_failure.py                              all cases: HOW LONG
     python tests/faults/nth_failure.py --later                      the same; all later calls fail too
     python tests/faults/nth_failure.py --sample                     some runs: 15 s
-    python tests/faults/nth_failure.py --only sync/rank0/mmap       rows whose name contains this text
+    python tests/faults/nth_failure.py --only sync/rank0/mmap       cases whose name contains this text
     python tests/faults/nth_failure.py --only sync/rank0/mmap --number 3      one run, with its output
 
-A row is a program of programs.py, the process in which the call fails (rank0, rank1, watcher, runner), and the call.
-Each run must end within the limit, either with success and right results, or with one clear error. No process and no
-file in /dev/shm may be left, and every checkpoint must be complete. A row of many calls (such as malloc)
-is sampled. With --later there is no row malloc: an interpreter without any memory can neither report an error nor end.
+A case is a program of programs.py, the process in which the call fails (rank0, rank1, watcher, or runner: `allred
+run`), and the call. Each run must end within the limit, either with success and right results, or with one clear error.
+No process and, as root, no file in /dev/shm may be left, and every checkpoint must be complete. A case of many calls
+(such as malloc) is sampled. With --later there is no case malloc: an interpreter without any memory can neither report
+an error nor end.
 
-outcomes.tsv has, for each row and each function of allred that makes the call, how the runs ended. The runner compares:
-an outcome that is not in the file is reported, and is an error. With --write, it is added to the file.
+outcomes.tsv lists program, process, call ("mmap+" with --later), the function of allred that makes the call, and an
+outcome. An outcome that is not in the file is an error; with --write, it is added to the file. Lines of the chosen
+cases that no run had are printed, and are no error: time decides which process makes some of the calls.
 """
 
 import argparse
@@ -28,20 +30,20 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/integration")]
 
-from harness import BIN, environment  # noqa: E402
+from harness import BIN, LATE_S, environment  # noqa: E402
 
 from allred import testing  # noqa: E402
 from allred.checkpoint.directory import list_committed, list_unfinished  # noqa: E402
 from allred.checkpoint.restore import verify  # noqa: E402
 
 TABLE = HERE / "outcomes.tsv"
-LIMIT_S = 40
 TIMEOUT_S = 12  # the limit of a wait in the job
 ERRORS = {
     "malloc": errno.ENOMEM,
@@ -62,7 +64,7 @@ ERRORS = {
     "pidfd_open": errno.EMFILE,
     "thread": errno.EAGAIN,
 }
-SAMPLED = {"malloc": 8, "mmap": 20, "read": 8, "open": 20, "recv": 16, "send": 16}  # most runs of a row
+MOST_RUNS = {"malloc": 8, "mmap": 20, "read": 8, "open": 20, "recv": 16, "send": 16}  # most runs of a case
 HOSTS = {"ALLRED_TRANSPORT": "tcp", "ALLRED_PRETEND_NODES": "1,1"}
 PROGRAMS = {  # the program, and its settings
     "init": ("init", {}),
@@ -79,10 +81,11 @@ PROGRAMS = {  # the program, and its settings
     "spark": ("spark", {}),
 }
 PROCESSES = {"rank0": "", "rank1": "", "watcher": "allred.watch.process", "runner": "allred run"}
-RUN = "run"  # this program is started by `allred run --restarts 1`
+STOPPED = threading.Event()
+ALLRED_RUN = "run"  # this program is started by `allred run --restarts 1`
 SPARK = "spark"  # this one is not started by mpirun; a run takes 10 s, and several times as long on a busy machine
 
-SAMPLE = {  # a row: n. Runs that have found defects, and one of each kind
+SAMPLE = {  # a case: n. Runs that have found defects, and one of each kind
     "hosts_init/rank0/thread": 2,
     "hosts_init/rank0/mmap": 1,
     "hosts_init/rank0/connect": 1,
@@ -94,21 +97,24 @@ SAMPLE = {  # a row: n. Runs that have found defects, and one of each kind
     "run/runner/fork": 1,
 }
 
+CRASH = re.compile(r"SIG(SEGV|ABRT|BUS|ILL|FPE)\b|Segmentation fault|Fatal Python error")
+
 # Errors of Python that no program should get: a mistake in allred, not the failed call, is their cause.
 UNEXPECTED = re.compile(
     r"^(AttributeError|TypeError|KeyError|IndexError|AssertionError|UnboundLocalError|NameError|ValueError|RuntimeError"
-    r"|SystemError|EOFError|StopIteration|struct\.error|json\.\S+|Fatal Python error.*|BufferError|Segmentation fault.*"
+    r"|SystemError|EOFError|StopIteration|struct\.error|json\.\S+|BufferError"
     r"|_?pickle\.\S+|UnicodeDecodeError|ZeroDivisionError)(:.*)?$",
     re.MULTILINE,
 )
 IGNORED = re.compile(r"^(Exception ignored .*|.*\(ignored\).*|\S*ResourceWarning.*)$", re.MULTILINE)
 ERROR_LINE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Timeout|Interrupt)\b.*", re.MULTILINE)
+OWN_LINE = re.compile(r"^(?:python -m )?allred\b.*: ", re.MULTILINE)
 FAILED = re.compile(r"^failed: (\S+) number (\d+) in process (\d+), called by (.*)$", re.MULTILINE)
 FRAME = re.compile(r'^  File "([^"]*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class Case:
     program: str
     process: str
     call: str
@@ -120,11 +126,12 @@ class Row:
 
 @dataclasses.dataclass
 class Run:
-    """The n-th call failed. outcome: "" if it was not reached. where: the function of allred that called. broken: what
-    must not be."""
+    """The n-th call failed. is_reached: whether there was one. where: the function of allred that called. broken: the
+    promises that the run broke."""
 
-    row: Row
+    case: Case
     number: int
+    is_reached: bool
     outcome: str
     where: str
     broken: list[str]
@@ -144,47 +151,47 @@ def has_own_shm() -> bool:
     return subprocess.run(words, capture_output=True).returncode == 0
 
 
-# Runs a command with a /dev/shm of its own, and writes the names of the files that are left there after 3 s.
+# Runs a command with a /dev/shm of its own, and writes the names of the files that are left there after 10 s.
 _IN_OWN_SHM = """
 mount -t tmpfs tmpfs /dev/shm || exit 99
 "$@"
 code=$?
-for i in 1 2 3 4 5 6; do [ -z "$(ls -A /dev/shm)" ] && break; sleep 0.5; done
+for i in $(seq 20); do [ -z "$(ls -A /dev/shm)" ] && break; sleep 0.5; done
 ls -A /dev/shm > "$SHM_LEFT"
 exit $code
 """
 
 
-def run_one(row: Row, number: int, library: pathlib.Path, templates: pathlib.Path, own_shm: bool) -> Run:
+def run_one(case: Case, number: int, library: pathlib.Path, templates: pathlib.Path, own_shm: bool) -> Run:
     """Run the program once."""
-    program, settings = PROGRAMS[row.program]
+    program, settings = PROGRAMS[case.program]
     directory = pathlib.Path(tempfile.mkdtemp(prefix="nth-", dir=templates))
     target, report, left = directory / "checkpoints", directory / "report", directory / "left"
     if program == "restore":
         shutil.copytree(templates / "restore", target)
     env = {
-        **settings, "LD_PRELOAD": str(library), "NTH_CALL": row.call, "NTH_NUMBER": str(number),
-        "NTH_ERRNO": str(ERRORS.get(row.call, 0)), "NTH_LATER": str(int(row.later)), "NTH_REPORT": str(report),
-        "NTH_RANK": row.process[4:] if row.process.startswith("rank") else "", "NTH_PROCESS": PROCESSES[row.process],
+        **settings, "LD_PRELOAD": str(library), "NTH_CALL": case.call, "NTH_NUMBER": str(number),
+        "NTH_ERRNO": str(ERRORS.get(case.call, 0)), "NTH_LATER": str(int(case.later)), "NTH_REPORT": str(report),
+        "NTH_RANK": case.process[4:] if case.process.startswith("rank") else "", "NTH_PROCESS": PROCESSES[case.process],
         "SHM_LEFT": str(left), "ALLRED_TIMEOUT_S": str(TIMEOUT_S), "ALLRED_BANNER": "0",
         "TMPDIR": str(directory),
     }  # fmt: skip
     python, mpirun = str(BIN["mpich"] / "python"), str(BIN["mpich"] / "mpirun")
     words = [python, str(HERE / "programs.py"), program, str(target)]
-    if row.program == RUN:
+    if case.program == ALLRED_RUN:
         words = [python, "-m", "allred", "run", "--restarts", "1", "-np", "2", *words[1:]]
-    elif row.program != SPARK:
+    elif case.program != SPARK:
         words = [mpirun, "-np", "2", *words]
     if own_shm:
         words = ["unshare", "-m", "sh", "-c", _IN_OWN_SHM, "sh", *words]
-    broken, limit_s = [], LIMIT_S * (3 if row.program == SPARK else 1)
+    broken, limit_s = [], LATE_S * (3 if case.program == SPARK else 1)
     try:
         result = testing.run(words, limit_s, environment(env), cwd=directory)
     except TimeoutError as error:
         result, broken = testing.Result(-1, "", str(error), limit_s), ["no end within the limit"]
     written = report.read_text() if report.exists() else ""
-    if row.call == "all":
-        return Run(row, 0, "", " ".join(re.findall("^made: (.*)$", written, re.MULTILINE)), broken, result.text)
+    if case.call == "all":
+        return Run(case, 0, True, "", " ".join(re.findall("^made: (.*)$", written, re.MULTILINE)), broken, result.text)
     reached = FAILED.search(written)
     broken += [f"a process was left: {line}" for line in result.left]
     names = left.read_text().split() if own_shm and left.exists() else []
@@ -192,16 +199,15 @@ def run_one(row: Row, number: int, library: pathlib.Path, templates: pathlib.Pat
         names = [name for name in names if not name.startswith("mpich_shm_")]
     if names:
         broken.append(f"files were left in /dev/shm: {' '.join(names)}")
-    broken += _bad_checkpoints(program, target, row)
-    outcome, more = _outcome(row, result)
-    if reached or not broken + more:
-        broken += more
+    broken += _bad_checkpoints(program, target, case, result.code)
+    outcome, more = _outcome(case, result)
+    broken += more
     where = _where(written) if reached else ""
-    text = f"{row} number {number}\n{written}\n{result.text}"
+    text = f"{case} number {number}\n{written}\n{result.text}"
     shutil.rmtree(directory, ignore_errors=True)
-    if not reached and outcome == "success":
-        outcome = ""
-    return Run(row, number, outcome, where, broken, text)
+    if not reached and outcome != "success" and not broken:
+        broken.append(f"no call has failed, but the outcome is {outcome}")
+    return Run(case, number, bool(reached), outcome, where, broken, text)
 
 
 def _where(written: str) -> str:
@@ -216,14 +222,16 @@ def _where(written: str) -> str:
     return FAILED.findall(written)[0][3].rpartition("/")[2]
 
 
-def _outcome(row: Row, result: testing.Result) -> tuple[str, list[str]]:
+def _outcome(case: Case, result: testing.Result) -> tuple[str, list[str]]:
     """Return a name of the outcome, and what must not be."""
     broken = []
     done = set(re.findall(r"^rank (\d) (?:done|raised SystemExit: 0)$", result.out, re.MULTILINE))
     raised = dict(re.findall(r"^rank (\d) raised (?!SystemExit: 0$)(\w+)", result.out, re.MULTILINE))
     if re.search(r"^rank \d wrong", result.out, re.MULTILINE) or "WrongResult" in result.err:
         broken.append("a wrong result")
-    if row.call == "malloc":  # numpy and Python raise many kinds of errors then
+    if found := CRASH.search(result.out + result.err):
+        broken.append(f"a crash: {found[0]}")
+    if case.call == "malloc":  # numpy and Python raise many kinds of errors then
         pass
     elif found := UNEXPECTED.search(result.err):
         broken.append(f"an unexpected error: {found[0]}")
@@ -236,81 +244,92 @@ def _outcome(row: Row, result: testing.Result) -> tuple[str, list[str]]:
         lines = [line for line in lines if "restart 1 of 1" not in line and "ended with exit code 3" not in line]
         warned = any(re.search("no watcher|cannot|failed|lost|has ended", line) for line in lines)
         return "success" + " with a warning" * warned, broken
-    kinds = {kind for rank, kind in raised.items() if rank not in done}  # those of RUN may be done after a restart
-    if row.program == RUN:
+    kinds = {kind for rank, kind in raised.items() if rank not in done}  # a rank may be done after a restart
+    if case.program == ALLRED_RUN:
         kinds.discard("SystemExit")  # the planned end of its first start
     errors = "+".join(sorted(kinds - {"RemoteRankError"} or kinds)) or "no rank raised"
     if "CollectiveTimeout" in result.err:
         broken.append("a wait reached its limit")
-    if not ERROR_LINE.search(result.err) and "allred" not in result.err:
+    if not ERROR_LINE.search(result.err) and not OWN_LINE.search(result.err):
         broken.append("no error is printed")
     chained = len(re.findall(r"^(?:During handling|The above exception)", result.err, re.MULTILINE))
-    starts = 2 if row.program in (RUN, SPARK) else 1  # the call fails in both; the ranks of Spark have two logs
-    if result.err.count("Traceback (most recent call last)") > starts + chained and not row.later:
+    starts = 2 if case.program in (ALLRED_RUN, SPARK) else 1  # the call fails in both; the ranks of Spark have two logs
+    if result.err.count("Traceback (most recent call last)") > starts + chained and not case.later:
         broken.append("more than one traceback")
-    if row.process == "runner" and row.call in ("fork", "socket") and "Traceback" in result.err:
+    if case.process == "runner" and case.call in ("fork", "socket") and "Traceback" in result.err:
         broken.append("a traceback of allred run")
     unaware = {"0", "1"} - done - raised.keys()
     return f"error: {errors}" + " (a rank was ended by mpirun)" * bool(unaware), broken
 
 
-def _bad_checkpoints(program: str, target: pathlib.Path, row: Row) -> list[str]:
-    if not target.exists():
-        return ["the checkpoint of step 1 is lost"] if program == "restore" else []
-    found = []
-    steps = list_committed(target)
+def _bad_checkpoints(program: str, target: pathlib.Path, case: Case, code: int) -> list[str]:
+    if program not in ("checkpoint", "checkpoint_ps", "restore", "session"):
+        return []
+    steps = list_committed(target) if target.exists() else {}
+    last = {"checkpoint": 2, "checkpoint_ps": 2, "session": 4}.get(program, 1)
+    found = [f"exit code 0, but no checkpoint of step {last}"] if code == 0 and last not in steps else []
     for path in steps.values():
         found += [f"a torn checkpoint: {problem}" for problem in verify(path)]
-    first_may_fail = program == "session" or str(row).startswith("checkpoint_ps/rank0/")
+    first_may_fail = program == "session" or str(case).startswith("checkpoint_ps/rank0/")
     if not first_may_fail and 1 not in steps:
         found.append("the checkpoint of step 1 is lost")
-    if not (row.call == "rename" and row.later):  # allred renames files before it deletes them
+    if target.exists() and not (case.call == "rename" and case.later):  # allred renames files before it deletes them
         found += [f"unfinished files are left: {path}" for path in list_unfinished(target)]
     return found
 
 
-def numbers(row: Row) -> list[int]:
-    """Return which calls fail: all, or the first ones and then at growing distances."""
-    if row.program == SPARK:
+def numbers(case: Case) -> list[int]:
+    """Return which calls fail: all, or the first ones and then with increasing steps."""
+    if case.program == SPARK:
         return [1, 2, 6]
-    call, most = row.call, SAMPLED.get(row.call, 200)
+    call, most = case.call, MOST_RUNS.get(case.call, 200)
     if call == "malloc":
         found = [1, 2]
         while len(found) < most:
             found.append(found[-1] + found[-2] if len(found) < 14 else found[-1] * 2)
         return found
-    exact = most // 2 if call in SAMPLED else most
+    exact = most // 2 if call in MOST_RUNS else most
     found = list(range(1, exact + 1))
     while len(found) < most:
         found.append(found[-1] + max(1, found[-1] // 8))
     return found
 
 
-def run_row(
-    row: Row, library: pathlib.Path, templates: pathlib.Path, own_shm: bool, only: int | None, log: pathlib.Path | None
+def run_case(
+    case: Case,
+    library: pathlib.Path,
+    templates: pathlib.Path,
+    own_shm: bool,
+    only: int | None,
+    log: pathlib.Path | None,
 ) -> list[Run]:
-    """Run a row until a run does not reach the call."""
+    """Run a case until a run does not reach the call."""
     runs: list[Run] = []
-    for number in [only] if only else numbers(row):
-        run = run_one(row, number, library, templates, own_shm)
-        if not run.outcome:
+    for number in [only] if only else numbers(case):
+        if STOPPED.is_set():
             break
-        runs.append(run)
-        if run.outcome.startswith("error"):
+        run = run_one(case, number, library, templates, own_shm)
+        if only and not run.is_reached:
+            run.broken.append("no call has failed: there are fewer")
+        if run.is_reached or run.broken:
+            runs.append(run)
+        if run.is_reached and run.outcome.startswith("error"):
             lines = ERROR_LINE.findall(run.text) or run.text.rstrip().splitlines()
-            print(f"  {row} number {number} in {run.where}: {lines[-1][:300]}", flush=True)
+            print(f"  {case} number {number} in {run.where}: {lines[-1][:300]}", flush=True)
         if run.broken:
-            print(f"BROKEN {row} number {number} in {run.where}: {'; '.join(run.broken)}", flush=True)
+            print(f"BROKEN {case} number {number} in {run.where}: {'; '.join(run.broken)}", flush=True)
             if log is not None:
                 with log.open("a") as file:
                     file.write(f"##### {run.broken} {run.outcome}\n{run.text}\n")
+        if not run.is_reached:
+            break
         if len(runs) >= 3 and all("limit" in " ".join(each.broken) for each in runs[-3:]):
             break  # three in succession: the rest would be the same
     return runs
 
 
-def run_rows(
-    rows: list[Row],
+def run_cases(
+    cases: list[Case],
     library: pathlib.Path,
     templates: pathlib.Path,
     own_shm: bool,
@@ -318,47 +337,56 @@ def run_rows(
     log: pathlib.Path | None,
     done: Callable[[list[Run]], object],
 ) -> None:
-    """Run the rows of one program and one process, and call `done` with the runs of each."""
+    """Run the cases of one program and one process, and call `done` with the runs of each."""
     made = list(ERRORS)
     if only is None:
-        made = run_one(dataclasses.replace(rows[0], call="all"), 1, library, templates, own_shm).where.split()
-        if not made:
-            print(f"{rows[0].program}/{rows[0].process}: no call was made, or the run took too long", flush=True)
-    for row in rows:
-        if row.call in made:
-            done(run_row(row, library, templates, own_shm, SAMPLE[str(row)] if only == 0 else only, log))
+        probe = run_one(dataclasses.replace(cases[0], call="all"), 1, library, templates, own_shm)
+        made = probe.where.split()
+        if not made and not STOPPED.is_set():
+            probe.broken.append("no call was made")
+            print(f"BROKEN {probe.case}: {'; '.join(probe.broken)}", flush=True)
+            done([probe])
+    for case in cases:
+        if case.call in made:
+            done(run_case(case, library, templates, own_shm, SAMPLE[str(case)] if only == 0 else only, log))
 
 
-def rows(later: bool) -> list[Row]:
-    """Return all rows."""
+def cases(later: bool) -> list[Case]:
+    """Return all cases."""
     found = []
     for program in PROGRAMS:
         for process in PROCESSES:
-            if process == "runner" and program != RUN:
+            if process == "runner" and program != ALLRED_RUN:
                 continue
-            if process == "watcher" and program not in ("init", "sync", "hosts_init", "checkpoint", RUN):
+            if process == "watcher" and program not in ("init", "sync", "hosts_init", "checkpoint", ALLRED_RUN):
                 continue
-            found += [Row(program, process, call, later) for call in ERRORS if not (later and call == "malloc")]
+            found += [Case(program, process, call, later) for call in ERRORS if not (later and call == "malloc")]
     return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", default=[], help="rows whose name contains one of these texts")
-    parser.add_argument("--without", action="append", default=[], help="no rows whose name contains one of these texts")
-    parser.add_argument("--number", type=int, help="one run of each row: this call")
+    parser.add_argument("--only", action="append", default=[], help="cases whose name contains one of these texts")
+    parser.add_argument(
+        "--without", action="append", default=[], help="no cases whose name contains one of these texts"
+    )
+    parser.add_argument("--number", type=int, help="one run of each case: this call")
     parser.add_argument("--later", action="store_true", help="all later calls fail too")
     parser.add_argument("--sample", action="store_true", help="only the runs in SAMPLE")
     parser.add_argument("--write", action="store_true", help="add new outcomes to the table")
     parser.add_argument("--jobs", type=int, default=2, help="jobs at the same time")
     parser.add_argument("--log", type=pathlib.Path, help="a file for the output of all runs with broken promises")
     options = parser.parse_args()
-    chosen = [row for row in rows(options.later) if not options.only or any(each in str(row) for each in options.only)]
+    chosen = cases(options.later)
+    if options.only:
+        chosen = [case for case in chosen if any(each in str(case) for each in options.only)]
     if options.sample:
-        chosen = [row for row in chosen if str(row) in SAMPLE]
-    chosen = [row for row in chosen if not any(each in str(row) for each in options.without)]
+        chosen = [case for case in chosen if str(case) in SAMPLE]
+    chosen = [case for case in chosen if not any(each in str(case) for each in options.without)]
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     own_shm = has_own_shm()
+    if not own_shm:
+        print("files in /dev/shm are not checked: this needs root", flush=True)
     with (
         tempfile.TemporaryDirectory(prefix="nth-") as name,
         concurrent.futures.ThreadPoolExecutor(options.jobs) as pool,
@@ -372,20 +400,25 @@ def main() -> int:
             runs.extend(found)
             if found:
                 kinds = collections.Counter(run.outcome for run in found)
-                print(f"{found[0].row}: {len(found)} runs: {dict(kinds)}", flush=True)
+                print(f"{found[0].case}: {len(found)} runs: {dict(kinds)}", flush=True)
             if options.number and found:
                 print(found[0].outcome, found[0].broken, found[0].text)
             if options.write:
                 TABLE.write_text("".join(f"{line}\n" for line in sorted(known() | lines(runs))))
 
-        groups: dict[tuple[str, str], list[Row]] = {}
-        for row in chosen:
-            groups.setdefault((row.program, row.process), []).append(row)
+        groups: dict[tuple[str, str], list[Case]] = {}
+        for case in chosen:
+            groups.setdefault((case.program, case.process), []).append(case)
         only = 0 if options.sample else options.number
         given = library, templates, own_shm, only, options.log, done
-        for future in [pool.submit(run_rows, group, *given) for group in groups.values()]:
-            future.result()
-    return report(runs)
+        try:
+            for future in [pool.submit(run_cases, group, *given) for group in groups.values()]:
+                future.result()
+        except BaseException:
+            STOPPED.set()  # after the runs in progress
+            pool.shutdown(cancel_futures=True)
+            raise
+    return report(runs, chosen if only is None else [])
 
 
 def _make_template(target: pathlib.Path) -> None:
@@ -405,17 +438,21 @@ def known() -> set[str]:
 def lines(runs: list[Run]) -> set[str]:
     """Return the lines of the table for these runs. Time decides whether mpirun ends a rank before it has raised."""
     return {
-        "\t".join((*str(run.row).split("/"), run.where, run.outcome.partition(" (")[0]))
+        "\t".join((*str(run.case).split("/"), run.where, run.outcome.partition(" (")[0]))
         for run in runs
-        if not run.broken and run.row.call != "malloc"  # which allocation is the n-th changes
+        if run.is_reached and not run.broken and run.case.call != "malloc"  # which allocation is the n-th changes
     }
 
 
-def report(runs: list[Run]) -> int:
-    """Compare with the table. Return the exit code."""
+def report(runs: list[Run], complete: list[Case]) -> int:
+    """Compare with the table. Return the exit code. complete: the cases of which all runs were made."""
     new, broken = sorted(lines(runs) - known()), sum(bool(run.broken) for run in runs)
     for line in new:
         print(f"NEW {line}")
+    names = {str(case) for case in complete}
+    for line in sorted(known() - lines(runs)):
+        if "/".join(line.split("\t")[:3]) in names:
+            print(f"not seen: {line}")
     print(f"{len(runs)} runs; {broken} broke a promise; {len(new)} outcomes are not in {TABLE.name}")
     return 1 if broken or new else 0
 
