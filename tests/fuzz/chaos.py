@@ -2,7 +2,7 @@
 
 A seed selects the points that are on, and the random numbers by which they fire. Each seed runs random jobs (fuzz.py);
 with --tiers also the drivers of the C core (tests/csrc), the contract suites and the tests of parameter servers. The
-seed is printed before its runs; `--seed N` repeats them.
+seed is printed before its runs. `--seed N` selects the same points and numbers again, but not the same order of steps.
 """
 
 import argparse
@@ -15,9 +15,9 @@ import time
 ROOT = pathlib.Path(__file__).parents[2]
 INTEGRATION = ROOT / "tests/integration"
 BIN = ROOT / ".venv/bin"
-LIMIT_S = 900  # of a run
+LIMIT_S = 900  # the time limit of a run
 PYTEST = (BIN / "python", "-m", "pytest", "-q", "--color=no")
-# It hides the normal extension from some ranks; with CHAOS_SEED these have the other one.
+# This test hides the normal extension from some ranks; with CHAOS_SEED they would load the other one.
 HIDDEN = ("--deselect", "tests/integration/test_ps_lifecycle.py::test_with_the_extension_on_some_ranks_only")
 TIERS = [
     ("make", "-s", "-f", "tests/csrc/Makefile", "chaos"),
@@ -32,6 +32,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(3)), help="the first seed")
     parser.add_argument("--tiers", action="store_true", help="also run the test suites, which takes minutes")
     given = parser.parse_args()
+    words = (BIN / "python", "-c", "from allred import native; print(native._kernels.__name__)")
+    loaded = subprocess.run(words, cwd=ROOT, env={**os.environ, "CHAOS_SEED": "1"}, capture_output=True, text=True)
+    if not loaded.stdout.strip().endswith("_chaos"):
+        sys.exit(f"`make chaos` has not built the extension with failure points. {loaded.stdout}{loaded.stderr}")
     seed, start, failed = given.seed, time.monotonic(), 0
     while not failed and (seed == given.seed or time.monotonic() - start < given.seconds):
         print(f"CHAOS_SEED={seed}", flush=True)
@@ -44,7 +48,7 @@ def main() -> int:
 
 def run(command: tuple[object, ...], seed: int) -> bool:
     """Run a command with these failure points. Return whether it succeeded; if not, print its output."""
-    words = ["timeout", "-k", "5", str(LIMIT_S), *map(str, command)]
+    words = ["timeout", "--foreground", "-s", "INT", "-k", "30", str(LIMIT_S), *map(str, command)]
     env = {**os.environ, "CHAOS_SEED": str(seed)}
     done = subprocess.run(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     print(f"  {' '.join(words)[:100]}: {done.stdout.strip().splitlines()[-1:]}", flush=True)

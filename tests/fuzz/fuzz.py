@@ -8,6 +8,7 @@ import argparse
 import collections
 import os
 import pathlib
+import signal
 import sys
 import tempfile
 import time
@@ -24,6 +25,7 @@ HANG_S = 40  # time limit of a job, which takes a few seconds on an idle machine
 
 def main() -> int:
     arguments = _arguments()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # to end the job
     counts: collections.Counter[str] = collections.Counter()
     operations, failed, seed, start = 0, [], arguments.seed, time.monotonic()
     while True:

@@ -1,14 +1,15 @@
-"""Fuzz test of inputs: bytes that no allred process has sent or written, for every port and parser.
+"""Fuzzer of untrusted input: mutated bytes for the ports that listen and for the parsers of files.
 
-    python tests/fuzz/hostile.py --seconds 1800          all targets, one after the other, with new seeds
+    python tests/fuzz/hostile.py --seconds 1800          all targets, one after the other
     python tests/fuzz/hostile.py --targets page --seed 7 --executions 1000
     python tests/fuzz/hostile.py --targets page --input FILE          one input again
 
 An input is a defect if the target raises another error than the documented ones, takes 10 s, uses more memory than its
 bound, or lets a peer without the secret reach pickle. It is written to build/hostile/TARGET-HASH, and printed.
 
-The targets are in hostile_targets.py. Inputs are chosen by coverage: those that reach a new line of allred are changed
-further. With atheris (`pip install atheris`) libFuzzer does this; without it, or with --seed, this program itself.
+The targets are in hostile_targets.py. Inputs are chosen by coverage: an input that reaches a new line of allred is
+mutated further. With atheris (`pip install atheris`) libFuzzer does this, from a seed of its own; without it, or with
+--seed, this program itself.
 """
 
 import argparse
@@ -30,7 +31,7 @@ import tracemalloc
 
 HERE = pathlib.Path(__file__).parent
 FOUND = HERE.parents[1] / "build" / "hostile"
-LIMIT_S, ADDRESS_SPACE, LONGEST = 10, 3 << 30, 1 << 15
+LIMIT_S, HANG_S, ADDRESS_SPACE, LONGEST = 10, 120, 3 << 30, 1 << 15
 INSTRUMENTED = [  # for libFuzzer; all of allred takes 20 s
     "allred.runtime", "allred.launch", "allred.monitor", "allred.checkpoint", "allred.timeline", "allred.run.host_list",
     "allred.cluster.spec", "allred.data", "allred.config", "allred.watch.rank", "allred.watch.job_directory",
@@ -76,7 +77,7 @@ def execute(target, data: bytes) -> None:
     def hang(number, frame):
         raise Hang
 
-    before, (left_s, _) = signal.signal(signal.SIGALRM, hang), signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
+    before, (left_s, _) = signal.signal(signal.SIGALRM, hang), signal.setitimer(signal.ITIMER_REAL, LIMIT_S, 1)
     tracemalloc.start()
     try:
         target.run(data)
@@ -312,10 +313,11 @@ def _children(arguments: argparse.Namespace) -> int:
         words = ["--child", "--targets", name, "--seconds", str(arguments.seconds / len(names))]
         with tempfile.TemporaryDirectory(prefix="allred-hostile-", dir=hostile_targets.memory()) as directory:
             env = {**os.environ, "HOSTILE_DIRECTORY": directory}  # atheris ends the process without `finally`
-            done = subprocess.run([sys.executable, __file__, *words], capture_output=True, text=True, env=env)
+            limit = ["timeout", "-k", "5", str(arguments.seconds / len(names) + HANG_S)]
+            done = subprocess.run([*limit, sys.executable, __file__, *words], capture_output=True, text=True, env=env)
         found = re.search(r"number_of_executed_units:\s*(\d+)", done.stderr)
         defects = [line for line in done.stdout.splitlines() if line.startswith(f"{name}: ")]
-        crashed = found is None
+        crashed = found is None or done.returncode != 0
         failed += len(defects) + crashed
         print(*defects, *([done.stdout, done.stderr[-3000:]] if crashed else []), sep="\n", end="\n" * bool(defects))
         print(f"{name}: {found[1] if found else '?'} executions, {len(defects) + crashed} defects", flush=True)
