@@ -152,5 +152,5 @@ class WatchedRank:
         """Return the state of the rank; "" if only its stack shows it."""
         if self.dead:
             return self.end or self.dead
-        waits = f"in {self.waits_in} since {time.monotonic() - self.since:.0f} s" if self.waits_in else self.ending
+        waits = f"in {self.waits_in} for {time.monotonic() - self.since:.0f} s" if self.waits_in else self.ending
         return ", ".join(filter(None, (process_state.halted(self.pid), waits)))

@@ -59,7 +59,7 @@ KEPT = {
         "allred: rank 1 on host ended with exit code 0 without a report (os._exit, MPI_Abort?)\n",
     ),
     "kill": (137, "", "allred: rank 1 on host was killed by signal 9 (SIGKILL)\n"),
-    "stop": (1, peers("CollectiveTimeout"), "allred.CollectiveTimeout: ...\n  rank 1  stopped since 3 s\n"),
+    "stop": (1, peers("CollectiveTimeout"), "allred.CollectiveTimeout: ...\n  rank 1  stopped for 3 s\n"),
 }
 
 

@@ -12,7 +12,7 @@ from test_pages import words
 MESSAGES = [words(text) for text in blocks("troubleshooting.md", "text")]
 ONE = {"OMP_NUM_THREADS": "1"}
 # hosts, paths, versions, ports, numbers of operations, durations; and "..." at the end of a message
-VARIES = re.compile(r"node1|/home/me/[\w/]*|5\.0\.\d+|9111|(?<=#)15|(?<=since )\d|(?<=but )6756|\.\.\.$")
+VARIES = re.compile(r"node1|/home/me/[\w/]*|5\.0\.\d+|9111|(?<=#)15|(?<= for )\d+(?= s)|(?<=but )6756|\.\.\.$")
 PRINTED = {  # by each program: the first words of the messages
     "errors of calls": [
         "TypeError", "InputError", "MismatchError: ranks called different operations: allreduce(Average) float64 (3,)",

@@ -388,7 +388,7 @@ def test_a_stalled_rank_is_reported_once_and_ends_the_job(mpi, stall, ranks, mar
     does, words = STALLS[stall]
     result = mpirun(ranks, "-c", program(does), mpi=mpi, timeout_s=30, env=LIMITS | mark)
     check_stall(result, "allreduce", words, ranks)
-    operation = r"in allreduce\(Average\) #\d+ 'fc1.weight' float32 \(512, 128\) since \d s"
+    operation = r"in allreduce\(Average\) #\d+ 'fc1.weight' float32 \(512, 128\) for \d s"
     assert re.search(operation, result.err), result.text
     assert gone(mark)
 

@@ -611,12 +611,12 @@ def test_a_time_limit_is_everybodys_verdict_with_the_same_table():
     assert lines[1:] == [["rank", str(rank), f"host{rank}", what] for rank, what in enumerate("abc")]
 
 
-@pytest.mark.parametrize("state", ["in barrier() #5 since {} s", "in Python at train.py:{} (step)"])
+@pytest.mark.parametrize("state", ["in barrier() #5 for {} s", "in Python at train.py:{} (step)"])
 def test_the_table_of_a_large_job_is_short(state):
     size = 2000
     script = Script(size)
     script.handle(limit(2), 5.0)
-    kinds = 3 if "since" in state else size
+    kinds = 3 if "barrier" in state else size
     script.answer({rank: state.format(rank % kinds) for rank in range(size)} | {1234: "stopped"}, 5.1)
     message = script.take("verdict")[0][1]
     assert len(message["text"].splitlines()) == 1 + (2 if kinds == 3 else stalls.TABLE_LINES)
@@ -630,21 +630,21 @@ def test_the_table_of_a_large_job_is_short(state):
 
 def test_the_table_of_many_hosts_has_counts_of_hosts_and_likely_causes_first():
     size = 1024
-    states = {rank: f"in allreduce(Average) #5 since {30 + rank % 3} s" for rank in range(size)}
+    states = {rank: f"in allreduce(Average) #5 for {30 + rank % 3} s" for rank in range(size)}
     states |= dict.fromkeys(range(1, size, 2), "in Python at train.py:9 (load)")
     states |= {
-        40: "stopped (kill -CONT 1 continues it), in allreduce(Average) #5 since 30 s",
+        40: "stopped (kill -CONT 1 continues it), in allreduce(Average) #5 for 30 s",
         600: "in MPI Recv at a:1",
     }
     del states[700]
     hosts = {rank: f"host{rank // 16}" for rank in range(size)}
     lines = stalls.status_table(size, hosts, {}, states).splitlines()
     assert [re.sub(" +", " ", line).strip() for line in lines] == [
-        "rank 40 host2 stopped (kill -CONT 1 continues it), in allreduce(Average) #5 since 30 s",
+        "rank 40 host2 stopped (kill -CONT 1 continues it), in allreduce(Average) #5 for 30 s",
         "rank 700 host43 no answer",
         "rank 600 host37 in MPI Recv at a:1",
         "ranks 1,3,5,7,9,11,13,15 and 504 more ranks 64 hosts in Python at train.py:9 (load)",
-        "ranks 0,2,4,6,8,10,12,14 and 501 more ranks 64 hosts in allreduce(Average) #5 since 30-32 s",
+        "ranks 0,2,4,6,8,10,12,14 and 501 more ranks 64 hosts in allreduce(Average) #5 for 30-32 s",
     ]
 
 

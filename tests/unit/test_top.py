@@ -54,7 +54,7 @@ def directory(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("size", "hosts"), [(1, ["a"]), (12, ["a"]), (64, ["node-with-a-name1", "node-with-a-name2"])])
 def test_the_table_has_one_line_for_each_rank_at_100_columns(size, hosts):
     now = states.state_of(snapshot(size, time=90.0), snapshot(size, hosts=hosts))
-    now["ranks"][-1]["state"] = "stopped (kill -CONT 1234567 continues it), in allreduce 'a long name' #12 since 35 s"
+    now["ranks"][-1]["state"] = "stopped (kill -CONT 1234567 continues it), in allreduce 'a long name' #12 for 35 s"
     lines = printed(now, 100)
     assert len(lines) == 2 + size + (size > 1), lines
     assert lines[0].rstrip() == f"train-4711 on node1: {size} ranks, mode sync"
