@@ -196,8 +196,8 @@ def run_one(case: Case, number: int, library: pathlib.Path, templates: pathlib.P
     reached = FAILED.search(written)
     broken += [f"a process was left: {line}" for line in result.left]
     names = left.read_text().split() if own_shm and left.exists() else []
-    if program == "init":  # those of MPICH may stay if a rank fails in init(): docs/assumptions.md
-        names = [name for name in names if not name.startswith("mpich_shm_")]
+    if program == "init":  # files of MPICH may stay if a rank fails in init(): docs/assumptions.md
+        names = [name for name in names if not name.startswith(("mpich_shm_", "ucx_shm_posix_"))]
     if names:
         broken.append(f"files were left in /dev/shm: {' '.join(names)}")
     broken += _bad_checkpoints(program, target, case, result.code)
