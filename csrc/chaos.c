@@ -29,7 +29,7 @@ static const char *rank_text(void) {
 }
 
 uint64_t allred_chaos_fires(allred_chaos_point *point) {
-  static _Atomic uint64_t known_seed, known_rank; /* hashes of them; 0: not known yet */
+  static _Atomic uint64_t known_seed, known_rank; /* hashes of the seed and the rank; known_seed 0: not known yet */
   uint64_t seed = atomic_load(&known_seed);
   if (!seed) { /* read once: another thread may call setenv() later */
     seed = hash_text(1, getenv("CHAOS_SEED")) | 1;

@@ -98,7 +98,7 @@ class _Waiting:
             ) from None
         if now >= self._remind_at:
             log.rank_warning(
-                f"{self._task} has waited for {waited:.0f} s, of at most {self._limit_s:g} s, for {self.for_whom}"
+                f"{self._task} waits for {self.for_whom}; {waited:.0f} s of at most {self._limit_s:g} s have passed"
             )
             self._remind_at += REMIND_TASKS_S
         return max(0.01, min(self._remind_at - now, self._begun + self._limit_s - now))

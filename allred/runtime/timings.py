@@ -23,6 +23,7 @@ DETACHED_START_S = 20.0  # for a background process to answer
 EVENT_BYTES = 2**17  # of a message between a rank and its watcher; Linux takes no more than 208 KiB
 JSON_BYTES = 12  # that a character takes at most in JSON
 VERDICT_CHARS = 9000  # the longest verdict, and the end of a traceback
+MOST_UNSENT = 1000  # events that a rank keeps while its watcher does not read
 WORDS_CHARS = 500  # an operation, or the last line of a traceback
 ROLE_CHARS = 200  # the text of `set_role`
 STACKS_CHARS = 2**16  # of the stacks of all ranks of a node

@@ -191,9 +191,17 @@ class Watcher:
         if not event:
             self._loop.remove(rank.connection)
             rank.hang_up()
+            self._loop.after(timings.RELEASE_S, lambda: self._clear_state(rank))
             return False
         self._report(event | {"rank": rank.number})
         return True
+
+    def _clear_state(self, rank: WatchedRank) -> None:
+        """If a rank has closed its connection and lives on: its next events are missing."""
+        if not (rank.dead or rank.left):
+            rank.waits_in = ""
+            self._report({"event": "resumed", "rank": rank.number})
+            self._report({"event": "busy", "rank": rank.number, "is_busy": False})
 
     def _handle_death(self, rank: WatchedRank) -> None:
         while self._receive_event(rank):  # its last events

@@ -226,7 +226,7 @@ TABLE_LINES, TABLE_CHARS = 40, 200  # most lines of a table; most characters of 
 NAME_CHARS = 40  # longest name in the first column to which the others are aligned
 NAME_RANGES, NAME_HOSTS = 8, 3  # most ranges of ranks, and most names of hosts, in a line
 STACK_CHARS = VERDICT_CHARS * 2 // 3  # of all stacks of a table
-_WAITED = re.compile(r" for (\d+) s$")
+_WAITS = re.compile(r"^((?:.*, )?in .*) for (\d+) s$")
 _RUNS = "in Python ", "in MPI ", "running"  # beginnings of the states of a rank that runs, and does not wait in allred
 _CANNOT_RUN = "stopped", "in a system call"
 
@@ -285,12 +285,12 @@ def _merged(rows: list[_Row]) -> list[_Row]:
     """Return the rows of all hosts, with one row for each state and stack."""
     groups: dict[tuple[str, str], list[_Row]] = {}
     for row in rows:
-        groups.setdefault((_WAITED.sub("", row.state), row.stack), []).append(row)
+        groups.setdefault((_WAITS.sub(r"\1", row.state), row.stack), []).append(row)
     merged = []
     for (state, stack), same in groups.items():
         ranks, hosts = sorted(rank for row in same for rank in row.ranks), list(dict.fromkeys(row.host for row in same))
         host = ",".join(hosts) if len(hosts) <= NAME_HOSTS else count(len(hosts), "host")
-        waits = sorted({int(found[1]) for row in same if (found := _WAITED.search(row.state))})
+        waits = sorted({int(found[2]) for row in same if (found := _WAITS.search(row.state))})
         waited = f" for {'-'.join(map(str, dict.fromkeys((waits[0], waits[-1]))))} s" if waits else ""
         merged.append(_Row(ranks, host, state + waited, stack))
     return merged
@@ -300,7 +300,7 @@ def _suspicion(state: str) -> int:
     """Return how likely a rank in this state causes the waits of others: 0 is most likely."""
     if state.startswith(_RUNS):
         return 1
-    return 2 if re.search(r" for [\d-]+ s$", state) and not state.startswith(_CANNOT_RUN) else 0
+    return 2 if state.startswith("in ") and not state.startswith(_CANNOT_RUN) else 0
 
 
 def _name(ranks: list[int], roles: Mapping[int, str]) -> str:

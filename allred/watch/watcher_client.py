@@ -5,8 +5,10 @@ message arrives, so a rank that computes or sleeps receives it: Python runs the 
 main thread, and the handler raises the verdict there. A rank that waits in allred raises it in its wait loop.
 """
 
+import collections
 import contextlib
 import dataclasses
+import errno
 import faulthandler
 import fcntl
 import itertools
@@ -70,6 +72,7 @@ class WatcherClient:
         self.lingers = False  # until the watcher says that the others have ended
         self.waits = False  # this rank waits in allred: the wait loop raises, not the handler
         self._host, self._prints, self._pid = hello["host"], prints, os.getpid()
+        self._unsent = collections.deque[bytes](maxlen=timings.MOST_UNSENT)  # events
         self.busy = False  # with work that must not be interrupted: then nothing is raised
         self._raised = False
         self._again_s = 0.0  # seconds by which the watcher extends a wait that reached its limit
@@ -154,15 +157,14 @@ class WatcherClient:
 
     def read(self) -> None:
         """Receive all messages that have arrived."""
+        self._send_unsent()
         while self.is_alive():
             try:
                 data = self._socket.recv(timings.EVENT_BYTES)
             except BlockingIOError:
                 return
-            except OSError as error:
+            except OSError:
                 data = b""
-                lost = f"rank {self.rank} has lost its connection to the watcher process on {self._host}"
-                rank_warning(f"{lost}: {error.strerror}")
             if data:
                 self._handle(json.loads(data[1:]))
                 continue
@@ -203,14 +205,20 @@ class WatcherClient:
         return self._socket.fileno() >= 0 and os.getpid() == self._pid
 
     def send(self, event: str, **what: Any) -> None:
-        """Send an event (job_state.py lists them)."""
+        """Send an event (job_state.py lists them), or keep it for the next call if the watcher does not read."""
         if self.is_alive():
+            self._unsent.append(json.dumps({"event": event, **what}).encode())
+            self._send_unsent()
+
+    def _send_unsent(self) -> None:
+        while self._unsent and self.is_alive():
+            event = self._unsent.popleft()
             try:
-                self._socket.send(json.dumps({"event": event, **what}).encode(), socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                pass
-            except OSError:  # end the connection: without this event, the watcher has a wrong state of this rank
-                with contextlib.suppress(OSError):
+                self._socket.send(event, socket.MSG_DONTWAIT)
+            except OSError as error:
+                if error.errno in (errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM):
+                    return self._unsent.appendleft(event)
+                with contextlib.suppress(OSError):  # the watcher then no longer relies on the events of this rank
                     self._socket.shutdown(socket.SHUT_RDWR)
 
     def count(self, name: str, number: int, limit_s: float) -> int:

@@ -98,7 +98,7 @@ SAMPLE = {  # a case: n. Runs that have found defects, and one of each kind
     "run/rank1/send+": 3,
 }
 
-CRASH = re.compile(r"SIG(SEGV|ABRT|BUS|ILL|FPE)\b|Segmentation fault|Fatal Python error")
+CRASH = re.compile(r"SIG(SEGV|ABRT|BUS|ILL|FPE)\b|\(signal ([4678]|11)\)|Segmentation fault|Fatal Python error")
 
 # Errors of Python that no program should get: a mistake in allred, not the failed call, is their cause.
 UNEXPECTED = re.compile(
@@ -127,8 +127,8 @@ class Case:
 
 @dataclasses.dataclass
 class Run:
-    """The n-th call failed. is_reached: whether there was one. where: the function of allred that called. broken: the
-    promises that the run broke."""
+    """The n-th call failed. is_reached: whether there was one. where: the function of allred that called; if no call
+    failed, the calls that were made. broken: the promises that the run broke."""
 
     case: Case
     number: int
@@ -191,8 +191,6 @@ def run_one(case: Case, number: int, library: pathlib.Path, templates: pathlib.P
     except TimeoutError as error:
         result, broken = testing.Result(-1, "", str(error), limit_s), ["no end within the limit"]
     written = report.read_text() if report.exists() else ""
-    if case.call == "all":
-        return Run(case, 0, True, "", " ".join(re.findall("^made: (.*)$", written, re.MULTILINE)), broken, result.text)
     reached = FAILED.search(written)
     broken += [f"a process was left: {line}" for line in result.left]
     names = left.read_text().split() if own_shm and left.exists() else []
@@ -203,7 +201,7 @@ def run_one(case: Case, number: int, library: pathlib.Path, templates: pathlib.P
     broken += _bad_checkpoints(program, target, case, result.code)
     outcome, more = _outcome(case, result)
     broken += more
-    where = _where(written) if reached else ""
+    where = _where(written) if reached else " ".join(re.findall("^made: (.*)$", written, re.MULTILINE))
     text = f"{case} number {number}\n{written}\n{result.text}"
     shutil.rmtree(directory, ignore_errors=True)
     if not reached and outcome != "success" and not broken:
@@ -343,8 +341,9 @@ def run_cases(
     if only is None:
         probe = run_one(dataclasses.replace(cases[0], call="all"), 1, library, templates, own_shm)
         made = probe.where.split()
-        if not made and not STOPPED.is_set():
+        if not made:
             probe.broken.append("no call was made")
+        if probe.broken and not STOPPED.is_set():
             print(f"BROKEN {probe.case}: {'; '.join(probe.broken)}", flush=True)
             done([probe])
     for case in cases:
@@ -352,7 +351,7 @@ def run_cases(
             done(run_case(case, library, templates, own_shm, SAMPLE[str(case)] if only == 0 else only, log))
 
 
-def cases(later: bool) -> list[Case]:
+def all_cases(later: bool) -> list[Case]:
     """Return all cases."""
     found = []
     for program in PROGRAMS:
@@ -378,7 +377,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="jobs at the same time")
     parser.add_argument("--log", type=pathlib.Path, help="a file for the output of all runs with broken promises")
     options = parser.parse_args()
-    chosen = cases(later=False) + cases(later=True) if options.sample else cases(options.later)
+    chosen = all_cases(later=False) + all_cases(later=True) if options.sample else all_cases(options.later)
     if options.only:
         chosen = [case for case in chosen if any(each in str(case) for each in options.only)]
     if options.sample:
@@ -405,7 +404,7 @@ def main() -> int:
             if options.number and found:
                 print(found[0].outcome, found[0].broken, found[0].text)
             if options.write:
-                TABLE.write_text("".join(f"{line}\n" for line in sorted(known() | lines(runs))))
+                TABLE.write_text("".join(f"{line}\n" for line in sorted(known() | table_lines(runs))))
 
         groups: dict[tuple[str, str], list[Case]] = {}
         for case in chosen:
@@ -436,7 +435,7 @@ def known() -> set[str]:
     return set(TABLE.read_text().splitlines()) if TABLE.exists() else set()
 
 
-def lines(runs: list[Run]) -> set[str]:
+def table_lines(runs: list[Run]) -> set[str]:
     """Return the lines of the table for these runs. Time decides whether mpirun ends a rank before it has raised."""
     return {
         "\t".join((*str(run.case).split("/"), run.where, run.outcome.partition(" (")[0]))
@@ -447,11 +446,11 @@ def lines(runs: list[Run]) -> set[str]:
 
 def report(runs: list[Run], complete: list[Case]) -> int:
     """Compare with the table. Return the exit code. complete: the cases of which all runs were made."""
-    new, broken = sorted(lines(runs) - known()), sum(bool(run.broken) for run in runs)
+    new, broken = sorted(table_lines(runs) - known()), sum(bool(run.broken) for run in runs)
     for line in new:
         print(f"NEW {line}")
     names = {str(case) for case in complete}
-    for line in sorted(known() - lines(runs)):
+    for line in sorted(known() - table_lines(runs)):
         if "/".join(line.split("\t")[:3]) in names:
             print(f"not seen: {line}")
     print(f"{len(runs)} runs; {broken} broke a promise; {len(new)} outcomes are not in {TABLE.name}")

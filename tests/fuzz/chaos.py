@@ -13,6 +13,10 @@ import sys
 import time
 
 ROOT = pathlib.Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from allred import testing  # noqa: E402
+
 INTEGRATION = ROOT / "tests/integration"
 BIN = ROOT / ".venv/bin"
 LIMIT_S = 900  # the time limit of a run
@@ -48,13 +52,17 @@ def main() -> int:
 
 def run(command: tuple[object, ...], seed: int) -> bool:
     """Run a command with these failure points. Return whether it succeeded; if not, print its output."""
-    words = ["timeout", "--foreground", "-s", "INT", "-k", "30", str(LIMIT_S), *map(str, command)]
-    env = {**os.environ, "CHAOS_SEED": str(seed)}
-    done = subprocess.run(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(f"  {' '.join(words)[:100]}: {done.stdout.strip().splitlines()[-1:]}", flush=True)
-    if done.returncode:
-        print(f"{done.stdout}\nrepeat: {sys.argv[0]} --seed {seed}, or CHAOS_SEED={seed} {' '.join(words)}")
-    return not done.returncode
+    words = [*map(str, command)]
+    try:
+        done = testing.run(words, LIMIT_S, {"CHAOS_SEED": str(seed)}, cwd=ROOT)
+        succeeded, text = done.code == 0, done.text
+        last = done.out.strip().splitlines()[-1:]
+    except TimeoutError as error:
+        succeeded, text, last = False, str(error), ["not ended"]
+    print(f"  {' '.join(words)[:100]}: {last}", flush=True)
+    if not succeeded:
+        print(f"{text}\nrepeat: {sys.argv[0]} --seed {seed}, or CHAOS_SEED={seed} {' '.join(words)}")
+    return succeeded
 
 
 if __name__ == "__main__":

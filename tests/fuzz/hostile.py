@@ -313,7 +313,7 @@ def _children(arguments: argparse.Namespace) -> int:
         words = ["--child", "--targets", name, "--seconds", str(arguments.seconds / len(names))]
         with tempfile.TemporaryDirectory(prefix="allred-hostile-", dir=hostile_targets.memory()) as directory:
             env = {**os.environ, "HOSTILE_DIRECTORY": directory}  # atheris ends the process without `finally`
-            limit = ["timeout", "-k", "5", str(arguments.seconds / len(names) + HANG_S)]
+            limit = ["timeout", "--foreground", "-k", "5", str(arguments.seconds / len(names) + HANG_S)]
             done = subprocess.run([*limit, sys.executable, __file__, *words], capture_output=True, text=True, env=env)
         found = re.search(r"number_of_executed_units:\s*(\d+)", done.stderr)
         defects = [line for line in done.stdout.splitlines() if line.startswith(f"{name}: ")]

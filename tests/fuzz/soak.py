@@ -2,10 +2,11 @@
 
 A seed selects a training (soak_program.py), a fault, its victim and its time. A training has one of these outcomes:
 
-survived   exit code 0, and all workers have the result of a training without a fault, bit for bit
+survived   exit code 0, and the remaining workers have the result of a training without a fault, bit for bit; a session
+           has written its last checkpoint
 named      another exit code, and an error, printed after the fault, that names the rank, the host or the disk
 ended      the launcher was killed; all its processes have ended too
-late       the fault came when a worker had completed its last step; the right result, or an error
+late       the fault came when a worker had completed its last step
 silent     anything else: a wrong result, a hang, processes that are left, an end without a cause. There must be none
 
 The seed is printed before the training starts. `--seed N` selects the same training and fault again, but the threads of
@@ -34,11 +35,14 @@ from typing import NamedTuple
 import numpy as np
 
 HERE = pathlib.Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "integration"))
+sys.path[:0] = [str(HERE.parent / "integration"), str(HERE.parent / "faults")]
 
 from harness import BIN, environment, gone, processes  # noqa: E402
 from hosts import Hosts, hosts  # noqa: E402
+from nth_failure import CRASH  # noqa: E402
 from soak_program import EPOCHS, ROWS, samples_of  # noqa: E402
+
+from allred.checkpoint.directory import list_committed  # noqa: E402
 
 PROGRAM, STEPS, LIMIT_S = HERE / "soak_program.py", 300, 90
 TIMEOUT_S = {"rank stopped": "4", "link down": "10"}  # ALLRED_TIMEOUT_S
@@ -259,7 +263,8 @@ def mention(job: Job) -> str:
 
 def is_named(job: Job, text: str) -> bool:
     """Return whether the output has an error that names what has the fault."""
-    error = {"rank stopped": r"CollectiveTimeout:", **dict.fromkeys(OF_DISKS, r"CheckpointError:")}.get(job.fault, "")
+    ends, disk = r"(RemoteRankError|CollectiveTimeout|ends the job):", r"CheckpointError:"
+    error = {"rank stopped": ends, "link down": ends, **dict.fromkeys(OF_DISKS, disk)}.get(job.fault, "")
     found = re.search(error, text)
     return bool(found and re.search(mention(job), text[found.start() :]))
 
@@ -275,20 +280,31 @@ def classify(
     problems = []
     if code is None:
         problems.append(f"no end within {LIMIT_S} s")
-    stopped = int((directory / f"pid-1-{job.victim}").read_text())
-    if job.fault == "rank stopped" and stopped in processes(mark):  # launchers leave a rank that is stopped
-        os.kill(stopped, signal.SIGKILL)
+    victim_pid = int((directory / f"pid-1-{job.victim}").read_text())
+    if job.fault == "rank stopped" and victim_pid in processes(mark):  # launchers leave a rank that is stopped
+        os.kill(victim_pid, signal.SIGKILL)
     if not gone(mark, 30 if job.fault == "link down" else 10):
         problems.append("processes are left")
     results = [np.loadtxt(path) for path in directory.glob("result-*")]
     if not all(np.array_equal(result, expected(job.training)) for result in results):
         problems.append("a wrong result")
     workers = job.training.ranks - job.training.servers
-    if code == 0 and len(results) < (1 if job.training.launcher == "elastic" else workers):
+    if job.training.launcher == "elastic" and job.fault in ("rank killed", "rank stopped"):
+        workers -= 1
+    if code == 0 and len(results) < workers:
         problems.append(f"only {len(results)} results")
+    completed = {path.read_text() for path in directory.glob("completed-*")}
+    if code == 0 and job.training.kind == "session":
+        newest = max(list_committed(directory / "checkpoints"))
+        if completed != {str(newest)}:
+            problems.append(f"the last checkpoint is of step {newest}, the last steps are {sorted(completed)}")
+    if crash := CRASH.search(text):
+        problems.append(f"a crash: {crash[0]}")
     must_survive = job.fault in HARMLESS or (job.fault == "rank killed" and job.training.recovers)
     if is_late and job.fault not in HARMLESS:
         outcome = "late"
+        if not completed:
+            problems.append("it ended before the fault")
     elif code == 0:
         outcome = "survived"
         if job.fault in ("rank killed", "rank stopped", "link down") and not job.training.recovers:
@@ -312,9 +328,9 @@ def print_table(what: str, ends: dict[str, list[End]]) -> None:
     for key, found in ends.items():
         counts = collections.Counter(end.outcome for end in found)
         times = [end.noticed_s for end in found if end.noticed_s is not None]
-        late = f"{statistics.median(times):.2f} | {max(times):.2f}" if times else " | "
+        seconds = f"{statistics.median(times):.2f} | {max(times):.2f}" if times else " | "
         numbers = " | ".join(str(counts[each]) for each in ("survived", "named", "ended", "late", "silent"))
-        print(f"| {key} | {numbers} | {late} |")
+        print(f"| {key} | {numbers} | {seconds} |")
     print()
 
 
@@ -334,8 +350,8 @@ def main() -> int:
             continue
         print(job, end=": ", flush=True)
         end = run(job)
-        late = "" if end.noticed_s is None else f", named after {end.noticed_s:.2f} s"
-        print(f"{end.outcome}{late}", flush=True)
+        noticed = "" if end.noticed_s is None else f", named after {end.noticed_s:.2f} s"
+        print(f"{end.outcome}{noticed}", flush=True)
         if end.outcome == "silent":
             print(end.text, flush=True)
         ends[job.training.name, job.fault].append(end)

@@ -5,8 +5,9 @@ KIND plain: a loop in mode sync or ps; each rank uses its own samples in each st
 KIND session: a session with checkpoints, each sample once in each epoch. KIND torch: a hooked optimizer of torch. KIND
 ddp: the DDP of torch.
 
-Each rank writes its process id into DIRECTORY/pid-START-WORLD_RANK. After its last step each worker writes the file
-DIRECTORY/completed-WORLD_RANK, and at the end its parameters into DIRECTORY/result-WORLD_RANK.
+Each rank writes its process id into DIRECTORY/pid-START-WORLD_RANK. After its last step each worker writes
+DIRECTORY/completed-WORLD_RANK, in a session with the step, and at the end its parameters into
+DIRECTORY/result-WORLD_RANK.
 """
 
 import faulthandler
@@ -32,8 +33,8 @@ def write_pid(directory, start=1):
     path.rename(directory / f"pid-{start}-{allred.world_rank()}")
 
 
-def write_completed(directory):
-    (directory / f"completed-{allred.world_rank()}").touch()
+def write_completed(directory, step=""):
+    (directory / f"completed-{allred.world_rank()}").write_text(str(step))
 
 
 def write_result(directory, seen):
@@ -84,7 +85,7 @@ def session(directory, steps):
         for numbers in session.steps(batches):
             time.sleep(PAUSE_S)
             opt.step(params, {"seen": -np.bincount(numbers, minlength=ROWS).astype(float)})
-        write_completed(directory)
+        write_completed(directory, session.step)
     if session.asked == "end of data":
         write_result(directory, params["seen"])
 

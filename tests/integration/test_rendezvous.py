@@ -67,7 +67,7 @@ def test_tasks_come_in_any_order_and_say_for_whom_they_wait(tmp_path):
         out = found["worker", worker].out
         assert f"in allred://{address[f'worker {worker}']}/job:worker/task:{worker}\n" in out, text(found)
         assert "w -10.0\n[]\n" in out, text(found)
-    waits = re.findall("(/job:\\S+) has waited for .* s, for (.*)", found["worker", 1].err + found["ps", 0].err)
+    waits = re.findall("(/job:\\S+) waits for (.*); .* s have passed", found["worker", 1].err + found["ps", 0].err)
     assert ("/job:worker/task:1", f"/job:ps/task:0 ({address['ps 0']}): Connection refused") in waits, text(found)
     assert {("/job:worker/task:1", worker_0), ("/job:ps/task:0", worker_0)} <= set(waits), text(found)
 

@@ -233,6 +233,33 @@ def test_a_rank_that_cannot_be_told_that_it_is_accepted_is_not_watched(monkeypat
         os.close(file)
 
 
+def test_a_rank_that_has_closed_its_connection_and_lives_on_counts_as_neither_busy_nor_waiting(monkeypatch):
+    """Its events are missing. As busy, it would delay the end of the job without a limit."""
+    monkeypatch.setattr(timings, "RELEASE_S", 0.1)
+    hello = {"rank": 0, "host": "h", "stack_signal": 0, "main_thread": 0, "token": "secret", "chief": {}}
+    waiting = {"event": "waiting", "what": "barrier()", "since_s": 1.0, "peers": True, "quiet": False}
+    with running_watcher() as watcher:
+        if not (child := os.fork()):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as rank:
+                rank.connect(watcher.name.encode("latin-1"))
+                files = os.pidfd_open(os.getpid()), os.open(os.devnull, os.O_RDONLY)
+                socket.send_fds(rank, [json.dumps(hello).encode()], files)
+                for event in ({"event": "busy", "is_busy": True}, waiting):
+                    rank.send(json.dumps(event).encode())
+                time.sleep(0.5)
+            time.sleep(60)
+            os._exit(0)
+        states = []
+        while len(states) < 3 and os.waitpid(child, os.WNOHANG) == (0, 0):
+            known = watcher._job and watcher._job._ranks
+            if (state := bool(known and known.busy() and known.waiting)) != bool(states and states[-1]) or not states:
+                states.append(state)
+            time.sleep(0.01)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert states == [False, True, False]
+
+
 def test_a_watcher_without_ranks_ends_after_the_process_that_started_it():
     with running_watcher() as watcher:
         assert not watcher.is_done(time.monotonic())
@@ -426,6 +453,17 @@ def test_a_dead_watcher_causes_one_warning_unless_the_program_ends(rank_and_watc
     rank.send("resumed")
     rank.ending()  # as at the end of the program
     assert capfd.readouterr().err.count("the watcher process on here has ended") == (not is_exiting)
+
+
+def test_events_are_kept_while_the_watcher_does_not_read(rank_and_watcher):
+    rank, watcher = rank_and_watcher
+    for number in range(timings.MOST_UNSENT):  # more than fit into the socket
+        rank.send("role", text=str(number))
+    received = []
+    while len(received) < timings.MOST_UNSENT:
+        received.append(int(json.loads(watcher.recv(timings.EVENT_BYTES))["text"]))
+        rank.read()
+    assert received == [*range(timings.MOST_UNSENT)]
 
 
 def test_a_fork_sends_and_receives_nothing(rank_and_watcher):
