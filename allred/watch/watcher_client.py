@@ -211,8 +211,11 @@ class WatcherClient:
             self._send_unsent()
 
     def _send_unsent(self) -> None:
-        while self._unsent and self.is_alive():
-            event = self._unsent.popleft()
+        while self.is_alive():
+            try:
+                event = self._unsent.popleft()
+            except IndexError:  # this may run in a signal handler or another thread meanwhile
+                return
             try:
                 self._socket.send(event, socket.MSG_DONTWAIT)
             except OSError as error:

@@ -1,7 +1,7 @@
 """The n-th failure: one call of the C library fails in one process of a job, for n = 1, 2, 3 ... until a run does not
 reach the call. failing_calls.c makes it fail.
 
-    python tests/faults/nth_failure.py                              all cases: HOW LONG
+    python tests/faults/nth_failure.py                              all cases: about an hour on two cores
     python tests/faults/nth_failure.py --later                      the same; all later calls fail too
     python tests/faults/nth_failure.py --sample                     some runs: 15 s
     python tests/faults/nth_failure.py --only sync/rank0/mmap       cases whose name contains this text
