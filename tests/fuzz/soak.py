@@ -39,7 +39,7 @@ sys.path[:0] = [str(HERE.parent / "integration"), str(HERE.parent / "faults")]
 
 from harness import BIN, environment, gone, processes  # noqa: E402
 from hosts import Hosts, hosts  # noqa: E402
-from nth_failure import CRASH  # noqa: E402
+from nth_failure import CRASH, has_own_shm  # noqa: E402
 from soak_program import EPOCHS, ROWS, samples_of  # noqa: E402
 
 from allred.checkpoint.directory import list_committed  # noqa: E402
@@ -182,6 +182,8 @@ def run(job: Job) -> End:
         else:
             where = BIN[training.launcher]
             words = [where / "mpirun", "-np", training.ranks, where / "python", *program]
+        if has_own_shm():  # killed ranks of Open MPI leave files there
+            words = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh", *words]
         launcher = Launcher(words, environment(env), directory)
         try:
             if not await_ranks(launcher, directory, training.ranks):
