@@ -72,7 +72,7 @@ class WatcherClient:
         self.lingers = False  # until the watcher says that the others have ended
         self.waits = False  # this rank waits in allred: the wait loop raises, not the handler
         self._host, self._prints, self._pid = hello["host"], prints, os.getpid()
-        self._unsent = collections.deque[bytes](maxlen=timings.MOST_UNSENT)  # events
+        self._unsent = collections.deque[bytes](maxlen=timings.UNSENT_COUNT)  # events
         self.busy = False  # with work that must not be interrupted: then nothing is raised
         self._raised = False
         self._again_s = 0.0  # seconds by which the watcher extends a wait that reached its limit

@@ -297,7 +297,7 @@ def classify(
         problems.append(f"only {len(results)} results")
     completed = {path.read_text() for path in directory.glob("completed-*")}
     if code == 0 and job.training.kind == "session":
-        newest = max(list_committed(directory / "checkpoints"))
+        newest = max(list_committed(directory / "checkpoints"), default=0)
         if completed != {str(newest)}:
             problems.append(f"the last checkpoint is of step {newest}, the last steps are {sorted(completed)}")
     if crash := CRASH.search(text):

@@ -457,13 +457,13 @@ def test_a_dead_watcher_causes_one_warning_unless_the_program_ends(rank_and_watc
 
 def test_events_are_kept_while_the_watcher_does_not_read(rank_and_watcher):
     rank, watcher = rank_and_watcher
-    for number in range(timings.MOST_UNSENT):  # more than fit into the socket
+    for number in range(timings.UNSENT_COUNT):  # more than fit into the socket
         rank.send("role", text=str(number))
     received = []
-    while len(received) < timings.MOST_UNSENT:
+    while len(received) < timings.UNSENT_COUNT:
         received.append(int(json.loads(watcher.recv(timings.EVENT_BYTES))["text"]))
         rank.read()
-    assert received == [*range(timings.MOST_UNSENT)]
+    assert received == [*range(timings.UNSENT_COUNT)]
 
 
 def test_a_fork_sends_and_receives_nothing(rank_and_watcher):
