@@ -29,16 +29,16 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)  # no more
 def _parser(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(prog=program("run"), description=_DESCRIPTION)
     add = parser.add_argument
-    add("-np", "-n", type=_positive, metavar="N", help="number of ranks; default: the slots of the hosts")
+    add("-np", "-n", type=_number, metavar="N", help="number of ranks; default: the slots of the hosts")
     add("--hosts", default="", metavar="LIST", help="hosts and their slots: node1:4,node2:4")
     add("--hostfile", default="", metavar="FILE", help="a line for each host: node1 slots=4")
     add("--restarts", type=_count, default=0, metavar="N", help="restarts after failures, from the newest checkpoint")
-    add("--min-np", type=_positive, metavar="N", help="fewest ranks after hosts were lost; default: as many as -np")
-    add("--max-np", type=_positive, metavar="N", help="most ranks; a changed host file resizes the job up to it")
+    add("--min-np", type=_number, metavar="N", help="fewest ranks after hosts were lost; default: as many as -np")
+    add("--max-np", type=_number, metavar="N", help="most ranks; a changed host file resizes the job up to it")
     add("--elastic", action="store_true", help="ranks that survive another go on in the same processes")
     add("--spares", type=_count, default=0, metavar="N", help="with --elastic: processes that wait to replace a rank")
     add("--mode", choices=("sync", "local", "ps"), help="ALLRED_MODE of the ranks")
-    add("--num-ps", type=_positive, metavar="N", help="number of parameter servers in mode ps")
+    add("--num-ps", type=_number, metavar="N", help="number of parameter servers in mode ps")
     add("--tag", action="store_true", help="print the rank before each line of output")
     add("--logs", default="", metavar="DIR", help="write the output of each rank to a file too: DIR/rank-0.log")
     add("--name", type=_name, help="name for `allred resize` and `top`; default: the program and the process id")
@@ -55,14 +55,14 @@ def _name(text: str) -> str:
     return text
 
 
-def _positive(text: str, least: int = 1) -> int:
+def _number(text: str, least: int = 1) -> int:
     if not re.fullmatch("[0-9]{1,9}", text) or (number := int(text)) < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to 999999999")
     return number
 
 
 def _count(text: str) -> int:
-    return _positive(text, least=0)
+    return _number(text, least=0)
 
 
 def main(arguments: list[str]) -> int:

@@ -328,7 +328,7 @@ def test_only_commits_are_deleted(tmp_path):
 @pytest.mark.parametrize(("text", "least"), [("0", 1), ("-1", 0), ("²", 0), ("", 0), ("1.5", 0), ("1" * 10, 0)])
 def test_wrong_numbers_are_refused(text, least):
     with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not a whole number from {least} to"):
-        command._positive(text, least)
+        command._number(text, least)
 
 
 def test_no_restarts_and_no_spares_can_be_asked_for():

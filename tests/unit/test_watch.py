@@ -238,6 +238,7 @@ def test_a_rank_that_has_closed_its_connection_and_lives_on_counts_as_neither_bu
     monkeypatch.setattr(timings, "RELEASE_S", 0.1)
     hello = {"rank": 0, "host": "h", "stack_signal": 0, "main_thread": 0, "token": "secret", "chief": {}}
     waiting = {"event": "waiting", "what": "barrier()", "since_s": 1.0, "peers": True, "quiet": False}
+    reading, writing = os.pipe()
     with running_watcher() as watcher:
         if not (child := os.fork()):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as rank:
@@ -246,18 +247,22 @@ def test_a_rank_that_has_closed_its_connection_and_lives_on_counts_as_neither_bu
                 socket.send_fds(rank, [json.dumps(hello).encode()], files)
                 for event in ({"event": "busy", "is_busy": True}, waiting):
                     rank.send(json.dumps(event).encode())
-                time.sleep(0.5)
+                os.read(reading, 1)
             time.sleep(60)
             os._exit(0)
-        states = []
-        while len(states) < 3 and os.waitpid(child, os.WNOHANG) == (0, 0):
-            known = watcher._job and watcher._job._ranks
-            if (state := bool(known and known.busy() and known.waiting)) != bool(states and states[-1]) or not states:
-                states.append(state)
+        while not (watcher._job and watcher._job._ranks.busy() and watcher._job._ranks.waiting):
             time.sleep(0.01)
+        os.write(writing, b"x")  # the child closes its connection
+        known, until = watcher._job._ranks, time.monotonic() + 50
+        while (known.busy() or known.waiting) and time.monotonic() < until:
+            time.sleep(0.01)
+        lives = os.waitpid(child, os.WNOHANG) == (0, 0)
+        found = known.busy(), known.waiting, lives
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    assert states == [False, True, False]
+    assert found == ([], set(), True)
+    os.close(reading)
+    os.close(writing)
 
 
 def test_a_watcher_without_ranks_ends_after_the_process_that_started_it():
